@@ -17,7 +17,7 @@ from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial, describe_s
 from hvd_trainer.measure.stale import digest_of_files
 from hvd_trainer.measure.trials import RunRecord, TrialRunner, key_of
 from hvd_trainer.tools.compare.options import CompareOptions
-from hvd_trainer.tools.compare.search import Search, SearchResult
+from hvd_trainer.tools.compare.search import Search, SearchResult, Speed
 from hvd_trainer.tools.compare.settings import as_words, settling_steps
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural
@@ -88,8 +88,6 @@ class SettingsRunner:
     conditions: Mapping[str, Any]
     """what the figures depend on besides, such as the machine, versions and code"""
     options: CompareOptions
-    go: float = 0.0
-    """when the command began that made the last run"""
     steps: int = MIN_STEPS
     used: Counter[str] = field(default_factory=Counter)
     """how often each setting was run, by its identity"""
@@ -114,19 +112,14 @@ class SettingsRunner:
             return "it makes too few steps: give it more data, or smaller batches"
         return f"{run.state}, {run.why(self.runner.folder)}"
 
-    def measure(self, label: str, settings: Mapping[str, Any]) -> float | None:
-        """Return the samples per second with these settings; None if the job does not run with them."""
+    def measure(self, label: str, settings: Mapping[str, Any]) -> Speed | None:
+        """Return the speed with these settings; None if the job does not run with them."""
         run = self._run(settings)
-        self.go = run.go
         has_speed = "step_s" in run.figures
         said = describe_speed(run) if has_speed else self._failure(run)
         print(f"{self.backend}, run {self.used.total()}  {label}: {said}", flush=True)
         # Of a script without a DataLoader, samples are not seen.
-        return float(run.figures.get("samples_per_s", 1 / run.figures["step_s"])) if has_speed else None
-
-    def last_go(self) -> float:
-        """Return when the command began that made the last run."""
-        return self.go
+        return Speed(run.figures.get("samples_per_s", 1 / run.figures["step_s"]), run.go) if has_speed else None
 
     def _run(self, settings: Mapping[str, Any]) -> RunRecord:
         warm_up, job = self.options.warmup_steps + settling_steps(settings), self.job
@@ -181,7 +174,6 @@ def search_all(
             rounds=options.rounds,
             least_gain=options.least_gain,
             lossy=options.lossy,
-            go=settings_runner.last_go,
         ).run()
         job = settings_runner.job
     recorded = (text for run in runner.last.values() for text in run.warnings)

@@ -161,8 +161,7 @@ def make_trials(
         if entry.engine == ("data-parallel" if ranks == 1 else "single"):
             continue
         words = entry.script or variant.words
-        job = variant.identity if entry.script is None else {"words": [*entry.script]}
-        job = {**job, "files": digest_of_files(words)}
+        job = {"words": [*words], "files": digest_of_files(words)}
         own = {"entry": entry.name, "engine": entry.engine, "ranks": ranks, "threads": threads, "steps": steps}
         trials.append(
             CompareTrial(

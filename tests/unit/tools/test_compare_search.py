@@ -15,7 +15,7 @@ from hvd_trainer import OptionError
 from hvd_trainer.measure.stats import Noise
 from hvd_trainer.tools.compare import search_report
 from hvd_trainer.tools.compare.race import Race
-from hvd_trainer.tools.compare.search import AS_IT_IS, Search, SearchResult
+from hvd_trainer.tools.compare.search import AS_IT_IS, Search, SearchResult, Speed
 from hvd_trainer.tools.compare.search_report import as_yaml, line_of, verdict
 from hvd_trainer.tools.compare.settings import as_words, find_changes, settling_steps
 from hvd_trainer.tools.compare.settings_runner import SearchJob
@@ -140,7 +140,12 @@ def search(
     measure: Any, fixed: Any = (), *, rounds: int = 3, least_gain: float = 0.02, lossy: bool = False, **facts: Any
 ) -> SearchResult:
     settings: dict[str, Any] = {"rounds": rounds, "least_gain": least_gain, "lossy": lossy}
-    return Search("ddp", FACTS | facts, fixed, measure, **settings).run()
+
+    def run(label: str, settings: Mapping[str, Any]) -> Speed | None:
+        speed = measure(label, settings)
+        return None if speed is None else Speed(speed, 0.0)
+
+    return Search("ddp", FACTS | facts, fixed, run, **settings).run()
 
 
 def searched(
@@ -245,17 +250,9 @@ def test_search_seldom_takes_noise_for_a_gain() -> None:
 
 def test_search_pairs_runs_of_one_go_only() -> None:
     """A search that was stopped between the runs of a round goes on on a machine that is half as fast by then."""
-    goes = {"now": 0.0}
-    speeds = iter([1000.0, *[500.0] * 99])
-    ran = []
-
-    def measure(label: str, settings: Mapping[str, Any]) -> float:
-        ran.append(label)
-        goes["now"] = float(len(ran) > 1)
-        return next(speeds)
-
+    speeds = iter([Speed(1000.0, 0.0), *[Speed(500.0, 1.0)] * 99])
     facts = FACTS | {"in_memory": True, "world_size": 1}
-    search_ = Search("ddp", facts, (), measure, 3, 0.02, lossy=False, go=lambda: goes["now"])
+    search_ = Search("ddp", facts, (), lambda label, settings: next(speeds), 3, 0.02, lossy=False)
     tried = {change.label: change.standing for change in search_.run().tried}
     assert {standing.speed for standing in tried.values()} == {1.0}
 
