@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.contestants import Contestant
 from hvd_trainer.measure.formats import milliseconds, number
-from hvd_trainer.measure.machine import conditions
+from hvd_trainer.measure.machine import as_text, conditions
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.report import Report, Table, Verdict
 from hvd_trainer.measure.results import TrialResult
@@ -76,7 +76,7 @@ def conclude(results: Sequence[Result], machine: dict[str, Any], warnings: Seque
         ],
         notes=[
             f"{METHOD}, not corrected for the number of rows. Pairs are rounds that one command ran in turn.",
-            "One CPU thread per rank. Machine: " + ", ".join(f"{name} {of}" for name, of in machine.items()) + ".",
+            f"One CPU thread per rank. Machine: {as_text(machine)}.",
         ],
         data={
             "machine": machine,

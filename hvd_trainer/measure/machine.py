@@ -38,6 +38,11 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def as_text(machine: Mapping[str, Any]) -> str:
+    """Return a machine's properties as `cores 2, torch 2.11.0`."""
+    return ", ".join(f"{name} {value}" for name, value in machine.items())
+
+
 def conditions(machine: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the figures of a run depend on whatever the job: properties of the machine, and this package."""
     names = ("host", "cpu", "gpus", "python", "torch", "horovod")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import stat
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -21,27 +23,36 @@ def digest_of_package() -> str:
 
 def digests(names: Iterable[str]) -> dict[str, str]:
     """Return the digest of each of the names that is a file."""
-    return {name: digest(Path(name)) for name in sorted(set(names)) if Path(name).is_file()}
+    found = {name: digest(Path(name)) for name in sorted(set(names))}
+    return {name: text for name, text in found.items() if text}
 
 
 def digest_of_files(words: Iterable[str]) -> dict[str, str]:
     """Return the digest of each file that is named among words, such as `--config=own.yaml`."""
-    return digests(name for word in words for name in (word, word.partition("=")[2]) if name)
+    return digests(name for word in words for name in (word, word.partition("=")[2]))
 
 
 def has_changed(read: Mapping[str, str]) -> bool:
     """Return whether any of these files, by its path with its digest, is another one now, or is gone."""
-    return any(not Path(name).is_file() or digest(Path(name)) != then for name, then in read.items())
+    return any(digest(Path(name)) != then for name, then in read.items())
 
 
 def digest(file: Path) -> str:
-    """Return the SHA-256 of a file's name and content, or of a large one's name, size and time."""
-    status = file.stat()
-    return _digest(file, status.st_size, status.st_mtime_ns)
+    """Return the SHA-256 of a file's name and content, or of a large one's name, size and time.
+
+    Empty if there is no such file, or it cannot be read.
+    """
+    with suppress(OSError, ValueError):  # a name from a file may be none
+        status = file.stat()
+        if stat.S_ISREG(status.st_mode):
+            return _digest(file, status.st_size, status.st_mtime_ns)
+    return ""
 
 
 @cache
 def _digest(file: Path, size: int, time_ns: int) -> str:
     """Return the digest of a file that has this size and time: the runs of one command have read the same ones."""
-    content = str(time_ns).encode() if size > MAX_BYTES else file.read_bytes()
+    content = b""
+    if size:  # those of the kernel have none, and reading may wait for ever
+        content = str(time_ns).encode() if size > MAX_BYTES else file.read_bytes()
     return hashlib.sha256(f"{file.name} {size} ".encode() + content).hexdigest()

@@ -10,6 +10,7 @@ from typing import Any
 
 from hvd_trainer.measure.command import with_options
 from hvd_trainer.measure.formats import milliseconds, number, percent
+from hvd_trainer.measure.machine import as_text
 from hvd_trainer.measure.report import Picture, Report, Table, Verdict
 from hvd_trainer.measure.stats import METHOD, MIN_ROUNDS
 from hvd_trainer.tools.compare.plots import draw_heat_map, draw_speed
@@ -154,7 +155,7 @@ def notes(comparison: Comparison) -> list[str]:
         f"{plural(trial.warmup_steps, 'step')} of each run do not count.",
         *([f"{METHOD}{holm}. Pairs are rounds that one command ran in turn."] if pairs else []),
         *comparison.unseen,
-        "Machine: " + ", ".join(f"{name} {value}" for name, value in comparison.machine.items()) + ".",
+        f"Machine: {as_text(comparison.machine)}.",
         *_reasons([result for result in comparison.results if result.state == "not run"]),
     ]
 

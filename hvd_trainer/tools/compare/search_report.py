@@ -14,6 +14,7 @@ import yaml
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.measure.command import LAUNCHER_OF, with_options
 from hvd_trainer.measure.formats import percent
+from hvd_trainer.measure.machine import as_text
 from hvd_trainer.measure.report import Report, Table, Verdict
 from hvd_trainer.measure.stats import METHOD
 from hvd_trainer.tools.compare.search import SearchResult, TriedChange
@@ -59,7 +60,7 @@ def write(
             *(note for backend, result in results.items() for note in notes(backend, result)),
             f"{METHOD}; while searching, with the variance of all candidates pooled, and with Bonferroni's "
             f"correction for their number.",
-            "Machine: " + ", ".join(f"{name} {value}" for name, value in machine.items()) + ".",
+            f"Machine: {as_text(machine)}.",
         ],
         advice=[
             line_of(job, backend, result, folder) if job.reads_options else in_code(backend, result.settings)
@@ -166,7 +167,7 @@ def as_yaml(
         command: that found the settings.
         machine: where they were found.
     """
-    said = [f"Found by: {command}", "On: " + ", ".join(f"{name} {value}" for name, value in machine.items())]
+    said = [f"Found by: {command}", f"On: {as_text(machine)}"]
     concluded = verdict(backend, result)
     said += [*notes(backend, result), concluded.text, *concluded.details]
     settings = {name: value for name, value in result.settings.items() if value is not None}

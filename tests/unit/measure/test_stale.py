@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import py_compile
 import sys
 from collections.abc import Mapping
@@ -102,6 +103,13 @@ def test_what_a_run_writes_does_not_make_it_stale(user: Path) -> None:
     code += "\nfor number in range(600): open(f'data/{number}.txt')"
     assert len(run("-c", code)) == 500
     assert is_done("-c", code)
+
+
+def test_records_from_elsewhere_may_name_anything(tmp_path: Path) -> None:
+    """A pipe, a folder, a file of the kernel from which one reads for ever, no file: the run is stale."""
+    os.mkfifo(tmp_path / "pipe")
+    for name in (str(tmp_path / "pipe"), str(tmp_path), "/dev/zero", "/proc/kmsg", "no\0name", "", "missing"):
+        assert stale.has_changed({name: "abc"}), name
 
 
 def test_edit_of_this_package_makes_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
