@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -11,6 +13,8 @@ from pathlib import Path
 
 MAX_BYTES = 2**22
 """The largest file that is read; a larger one is the same as long as its size and time are."""
+CHANGED = "written while it was read"
+"""Stands for the digest of a file of which nobody knows what a run has read."""
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -21,10 +25,14 @@ def digest_of_package() -> str:
     return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
 
 
-def digests(names: Iterable[str]) -> dict[str, str]:
-    """Return the digest of each of the names that is a file."""
+def digests(names: Iterable[str], *, since: float = math.inf) -> dict[str, str]:
+    """Return the digest of each of the names that is a file.
+
+    Args:
+        since: when they were read, in seconds since 1970; one that was written later is `CHANGED`.
+    """
     found = {name: digest(Path(name)) for name in sorted(set(names))}
-    return {name: text for name, text in found.items() if text}
+    return {name: CHANGED if os.stat(name).st_mtime > since else text for name, text in found.items() if text}
 
 
 def digest_of_files(words: Iterable[str]) -> dict[str, str]:

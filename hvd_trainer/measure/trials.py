@@ -271,7 +271,8 @@ class TrialRunner:
                 shutil.rmtree(keep, ignore_errors=True)
                 log.rename(keep)
         run = RunRecord(trial.identity, round_, "done", seconds, figures=figures or {}, began_at=began_at)
-        run = replace(run, go=self._go, warnings=tuple(self.warnings), read=digests(read_by(place)))
+        read = digests(read_by(place), since=began_at)
+        run = replace(run, go=self._go, warnings=tuple(self.warnings), read=read)
         if figures is None:
             was_killed, note = code is None or code < 0, f"had not ended after {limit:g} s ({option})"
             if code is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import py_compile
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -92,6 +93,15 @@ def test_modules_on_pythonpath_count(user: Path, monkeypatch: pytest.MonkeyPatch
     write(user.parent, {"lib/shared.py": "", "lib/site-packages/tool.py": ""})
     monkeypatch.setenv("PYTHONPATH", f"{user.parent}/lib:{user.parent}/lib/site-packages")
     assert run("-c", "import shared, tool") == {"shared.py"}
+
+
+def test_a_run_is_stale_if_a_file_was_edited_during_it(user: Path) -> None:
+    """It had read the old one, and was recorded with the new one."""
+    write(user, {"own.yaml": "", "long-before.yaml": ""})
+    os.utime(user / "own.yaml", (time.time() + 60, time.time() + 60))
+    record = TrialRunner(user / "out").run(trial_of("-c", "open('own.yaml'); open('long-before.yaml')"))
+    assert [stale.has_changed({name: then}) for name, then in record.read.items()] == [False, True]
+    assert not is_done("-c", "open('own.yaml'); open('long-before.yaml')")
 
 
 def test_what_a_run_writes_does_not_make_it_stale(user: Path) -> None:
