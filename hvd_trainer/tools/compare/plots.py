@@ -26,7 +26,6 @@ from hvd_trainer.tools.compare.variants import Axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
 SIZE = (5.0, 3.2)
@@ -51,10 +50,12 @@ CELL_WIDTH, CELL_HEIGHT, MIN_WIDTH = 0.78, 0.5, 2.1
 """Inches; a panel is at least as wide as its title."""
 MAX_ACROSS = 4
 """Panels side by side."""
-DARK = 0.5
-"""The lightness, from 0 to 1, below which a colour needs white figures."""
-EMPTY: dict[str, Any] = {"facecolor": "0.95", "edgecolor": "0.7", "linewidth": 0}
-FAILED: dict[str, Any] = {**EMPTY, "hatch": "////"}
+COLOUR_MAP = "viridis"
+"""Even in lightness, so that it can be read in grey as well."""
+DARK = 0.65
+"""Of the highest figure, below which a colour needs white letters."""
+FAILED: dict[str, Any] = {"facecolor": "0.95", "edgecolor": "0.7", "linewidth": 0, "hatch": "////"}
+CENTRED: dict[str, Any] = {"ha": "center", "va": "center"}
 MAP_STYLE: dict[Any, Any] = {**TEXT_STYLE, "hatch.linewidth": 0.6, "font.size": 9}
 
 
@@ -121,39 +122,47 @@ def _draw_panels(comparison: Comparison, values: Sequence[float]) -> Figure:
 
     across, up = inner_axes(comparison.axes)
     panels = panels_of(comparison.results, comparison.axes, across, up)
+    # Side by side stand those that differ in the last axis only.
     last = [len(axis.values) for axis in comparison.axes if axis not in (across, up) and axis.varies][-1:] or [1]
-    # Side by side stand those that differ in the last axis only, if these fill lines.
-    fills = last[0] <= MAX_ACROSS and len(panels) % last[0] == 0 and len(panels) > last[0]
-    columns = last[0] if fills else min(len(panels), MAX_ACROSS)
+    columns = min(last[0], MAX_ACROSS)
     lines = -(-len(panels) // columns)
     width = max(len(across.values) * CELL_WIDTH, MIN_WIDTH) * columns + 2
     height = (len(up.values) * CELL_HEIGHT + 0.8) * lines + 0.8
     figure = Figure(figsize=(max(width, 4.5), max(height, 2.6)), layout="constrained")
     places = figure.subplots(lines, columns, squeeze=False).flatten()
     # From 0, so that twice the way along the colours is twice the figure.
-    shades = ScalarMappable(Normalize(0, max(values) or 1), "viridis")
+    shades = ScalarMappable(Normalize(0, max(values)), COLOUR_MAP)
     for place, (title, results) in zip(places, panels.items(), strict=False):
-        _set_up(place, title, across, up)
-        for its in results:
-            x, y = _position(its, across), _position(its, up)
-            _draw_cell(place, x, y, its, its.median("samples_per_s"), shades, max(values))
+        place.set_title(title, fontsize=9)
+        _draw_panel(place, results, across, up, best=max(values))
     for place in places[len(panels) :]:
         place.set_axis_off()
     for place in places[::columns]:
         place.set_ylabel(up.label)
     figure.colorbar(shades, ax=places, label="throughput, samples/s", format="{x:,.0f}", pad=0.02)
     if any(its.state == "failed" for its in comparison.results):
-        handles = [Patch(label="failed", **FAILED)]
-        figure.legend(handles=handles, loc="outside lower right", frameon=False)
+        figure.legend(handles=[Patch(label="failed", **FAILED)], loc="outside lower right", frameon=False)
     return figure
 
 
-def _set_up(place: Axes, title: str, across: Axis, up: Axis) -> None:
-    """Give an empty panel its title, and a cell for each pair of values."""
-    place.set_title(title, fontsize=9)
-    place.set(xlim=(-0.5, len(across.values) - 0.5), ylim=(-0.5, len(up.values) - 0.5), xlabel=across.label)
+def _draw_panel(place: Axes, results: Sequence[Result], across: Axis, up: Axis, *, best: float) -> None:
+    """Draw a cell for each pair of values, with its figure; where there is none, the hatching is seen."""
+    rates = np.full((len(up.values), len(across.values)), np.nan)
+    for its in results:
+        x, y = (axis.values.index(its.trial.values.get(axis.name, "")) for axis in (across, up))
+        rate = its.median("samples_per_s")
+        if rate is not None:
+            rates[y, x] = rate
+            colour, weight = "white" if rate < DARK * best else "black", "bold" if rate == best else "normal"
+            place.text(x, y, number(rate), color=colour, weight=weight, **CENTRED)
+        elif its.state != "failed":
+            place.text(x, y, its.state, **CENTRED, fontsize=7, backgroundcolor="0.95")
+    place.patch.set(**FAILED)
+    cells = range(len(across.values)), range(len(up.values)), rates
+    place.pcolormesh(*cells, vmin=0, vmax=best, cmap=COLOUR_MAP, edgecolors="white", linewidth=1.5)
     place.set_xticks(range(len(across.values)), across.values)
     place.set_yticks(range(len(up.values)), up.values)
+    place.set_xlabel(across.label)
     place.tick_params(length=0)
     place.spines[:].set_visible(False)
 
@@ -179,27 +188,3 @@ def panels_of(results: Sequence[Result], axes: Sequence[Axis], across: Axis, up:
         title = ", ".join(f"{label} {value}" for label, value in values)
         panels.setdefault(title, []).append(its)
     return panels
-
-
-def _position(result: Result, axis: Axis) -> int:
-    """Return where a trial is on an axis."""
-    return axis.values.index(result.trial.values.get(axis.name, ""))
-
-
-def _draw_cell(
-    place: Axes, x: int, y: int, its: Result, value: float | None, shades: ScalarMappable, best: float
-) -> None:
-    from matplotlib.patches import Rectangle
-
-    look, text, font = FAILED, "", dict[str, Any]()
-    if value is not None:
-        red, green, blue, _ = colour = shades.to_rgba(np.asarray(value))
-        # Rec. 601: how light the eye finds a colour.
-        light = 0.299 * red + 0.587 * green + 0.114 * blue
-        look, text = {"facecolor": colour}, number(value)
-        font = {"color": "white" if light < DARK else "black", "weight": "bold" if value == best else "normal"}
-    elif its.state != "failed":
-        look, text, font = EMPTY, its.state, {"color": "0.35", "fontsize": 7}
-    place.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
-    place.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor="none", edgecolor="white", linewidth=1.5))
-    place.text(x, y, text, ha="center", va="center", **font)
