@@ -143,7 +143,7 @@ class FileGuard:
     def _on_open(self, path: Any, mode: str | None, flags: int) -> None:
         access = flags & os.O_ACCMODE
         if access == os.O_RDONLY:
-            with suppress(OSError):  # the working folder may be gone
+            with suppress(OSError, ValueError):  # the working folder may be gone, or the path be none
                 self._note_read(os.fsdecode(path))
         else:
             is_sure = access == os.O_WRONLY or flags & (os.O_CREAT | os.O_TRUNC) != 0
