@@ -14,6 +14,7 @@ from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.report import Report, Table, Verdict
 from hvd_trainer.measure.results import TrialResult
 from hvd_trainer.measure.stats import METHOD, Ratio, ratio
+from hvd_trainer.utils.text import plural
 
 Result = TrialResult["BenchmarkTrial"]
 
@@ -66,12 +67,12 @@ def conclude(results: Sequence[Result], machine: dict[str, Any], warnings: Seque
         warnings=warnings,
         tables=[
             Table(
-                f"{job.name}: medians of {rounds} rounds, and ratios of speeds",
+                f"{job.name}: medians of {plural(rounds, 'round')}, and ratios of speeds",
                 ("", "ranks", "samples/s", "lowest", "highest", "step, ms", "to the baseline", "to the floor")
                 + ("to others", "start-up, s", "peak, MB"),
                 [_row(its, results) for its in results if its.trial.contestant.job == job],
                 words=(0, 8),
-            )
+            ).compact()
             for job in jobs
         ],
         notes=[

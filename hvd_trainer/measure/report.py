@@ -43,6 +43,15 @@ class Table:
     words: Sequence[int] = (0,)
     """the places of columns of words; the others are numbers"""
 
+    def compact(self) -> Table:
+        """Return it without the columns in which no row has anything."""
+        used = [
+            place for place in range(len(self.columns)) if any(row[place] not in ("-", "") for row in self.rows)
+        ]
+        rows = [[row[place] for place in used] for row in self.rows]
+        words = [new for new, old in enumerate(used) if old in self.words]
+        return Table(self.title, [self.columns[place] for place in used], rows, words)
+
     def markdown(self) -> str:
         """Return it as Markdown, without its title."""
         rule = [":--" if place in self.words else "--:" for place in range(len(self.columns))]

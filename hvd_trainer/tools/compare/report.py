@@ -132,17 +132,15 @@ def tables(comparison: Comparison) -> list[Table]:
         values["state"] = None if all_done else result.state
     made = []
     for title, columns in TABLES.items():
-        used = [column for column in columns if any(values[column[1]] is not None for values in figures)]
         rows = []
         for result, values in zip(comparison.results, figures, strict=True):
-            cells = ["-" if values[name] is None else show(values[name]) for _, name, show in used]
+            cells = ["-" if values[name] is None else show(values[name]) for _, name, show in columns]
             if title == SPEED or set(cells) != {"-"}:
                 place = (result.trial.values[axis.name] for axis in axes)
                 rows.append([result.trial.entry.name, str(result.trial.ranks), *place, *cells])
-        if used:
-            titles = ["", "ranks", *(axis.label for axis in axes), *(column[0] for column in used)]
-            made.append(Table(title, titles, rows))
-    return made
+        titles = ["", "ranks", *(axis.label for axis in axes), *(column[0] for column in columns)]
+        made.append(Table(title, titles, rows).compact())
+    return [table for table in made if len(table.columns) > 2 + len(axes)]
 
 
 def notes(comparison: Comparison) -> list[str]:
