@@ -1,5 +1,9 @@
 """Training speed, measured side by side: ``python -m benchmarks --help``. See README.md here."""
 
+import os
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
 NO_GPUS = {
     "CUDA_VISIBLE_DEVICES": "",
     # An empty list of AMD's GPUs is taken as no list.
@@ -8,3 +12,9 @@ NO_GPUS = {
     "ONEAPI_DEVICE_SELECTOR": "*:cpu",
 }
 """Environment variables that hide all GPUs from a process that has not looked for them yet."""
+
+
+def prepare_environment() -> None:
+    """From now on all that is started finds the modules of this repository, and no GPU."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    os.environ.update(NO_GPUS, PYTHONPATH=path)

@@ -1,4 +1,4 @@
-"""Measure training speed side by side, in interleaved rounds; prints one table.
+"""Measure training speed side by side, in interleaved rounds; prints a table for each job.
 
 python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5
 python -m benchmarks --only "*DDP*" "*ddp*" "*floor*" --ranks 2 --rounds 3
@@ -7,18 +7,25 @@ python -m benchmarks --only "*DDP*" "*ddp*" "*floor*" --ranks 2 --rounds 3
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from torchvision import datasets
 
-from benchmarks.contestants import CONTESTANTS, IMAGES, JOBS, MNIST, SCRIPTS, TOKENS, Contestant
+from benchmarks import prepare_environment
+from benchmarks.contestants import CONTESTANTS, IMAGES, JOBS, MNIST, SCRIPTS, TOKENS, Contestant, Job
 from benchmarks.raw import files
-from benchmarks.results import Series, as_json, describe_machine, markdown, summarise
-from benchmarks.run import RunError, run
-from hvd_trainer.tools.runner.trial_runner import in_rounds
+from benchmarks.trials import BenchmarkTrial, conclude
+from hvd_trainer.measure.figures import are_figures
+from hvd_trainer.measure.machine import busy_warning, describe_machine
+from hvd_trainer.measure.measured import describe_speed
+from hvd_trainer.measure.results import TrialResult
+from hvd_trainer.measure.start import locked_folder
+from hvd_trainer.measure.trials import TrialRunner
 
 
 def parse_args() -> argparse.Namespace:
@@ -34,7 +41,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="PATTERN", default=["*"], help="contestants by name")
     parser.add_argument("--list", action="store_true", help="show the contestants and stop")
     parser.add_argument("--limit-s", type=float, default=300.0, help="for one run")
-    parser.add_argument("--output", type=Path, metavar="PREFIX", help="write PREFIX.json and PREFIX.md")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder; goes on from its runs")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: at least 1 is needed")
@@ -56,25 +63,31 @@ def _chosen(jobs: list[str], patterns: list[str]) -> list[Contestant]:
     return [
         contestant
         for contestant in CONTESTANTS
-        if contestant.job in [JOBS[job] for job in jobs]
+        if any(contestant.job in JOBS[job] for job in jobs)
         and any(fnmatchcase(contestant.name, pattern) for pattern in patterns)
     ]
 
 
-def measure(args: argparse.Namespace) -> list[Series]:
-    """All contestants in each round, forwards in one and backwards in the next (A B C C B A)."""
-    series = [Series(contestant, ranks) for ranks in args.ranks for contestant in args.contestants]
-    for number, one in in_rounds(series, args.rounds):
-        label = f"round {number}/{args.rounds}, {one.ranks} ranks, {one.contestant.name}"
-        result = None
-        try:
-            result = run(one.contestant, one.ranks, args.data_dir, limit_s=args.limit_s)
-            said = f"{result.images_per_s:,.0f} samples/s, first step after {result.startup_s:.1f} s"
-        except RunError as error:
-            said = f"FAILED: {error}"
-        print(f"{label}: {said}", file=sys.stderr, flush=True)
-        one.rounds.append(result)
-    return series
+def prepare_data(jobs: Iterable[Job], data_dir: Path) -> None:
+    """Once, before anything is timed; nothing is fetched or made if the files are there."""
+    jobs = {*jobs}
+    if jobs & {MNIST, SCRIPTS}:
+        datasets.MNIST(data_dir, download=True)
+    for kind in [kind for kind, job in (("images", IMAGES), ("tokens", TOKENS)) if job in jobs]:
+        files.make(data_dir, kind)
+    (data_dir / "numbers").mkdir(parents=True, exist_ok=True)
+    for samples in {job.samples for job in jobs if job.max_steps}:
+        with (data_dir / "numbers" / str(samples)).open("ab") as file:  # of holes, which take no room
+            file.truncate(4 * samples)
+
+
+def measure(runner: TrialRunner, trials: Sequence[BenchmarkTrial], rounds: int) -> None:
+    """All in each round, forwards in one and backwards in the next; one that failed is tried in the next again."""
+    if text := busy_warning():
+        runner.warn(text)
+    for _, left in groupby(runner.to_do(trials, rounds), key=itemgetter(0)):
+        for _ in runner.run_all([*left], describe=describe_speed):
+            pass
 
 
 def main() -> int:
@@ -82,30 +95,29 @@ def main() -> int:
     if args.list:
         for contestant in args.contestants:
             missing = "" if contestant.is_here else f", needs {contestant.needs}, which is not installed"
-            print(f"{contestant.job.name}: {contestant.name} ({contestant.launcher}{missing})")
+            print(f"{contestant.job.name}: {contestant.name} ({contestant.engine}{missing})")
         return 0
     for contestant in args.contestants:
         if not contestant.is_here:
             print(f"{contestant.name} is left out: {contestant.needs} is not installed", file=sys.stderr)
-    args.contestants = [contestant for contestant in args.contestants if contestant.is_here]
-    args.data_dir = args.data_dir.resolve()
-    # Once, before anything is timed; nothing is fetched or made if the files are there.
-    jobs = {contestant.job for contestant in args.contestants}
-    if jobs & {MNIST, SCRIPTS}:
-        datasets.MNIST(args.data_dir, download=True)
-    for kind in [kind for kind, job in (("images", IMAGES), ("tokens", TOKENS)) if job in jobs]:
-        files.make(args.data_dir, kind)
-    machine = describe_machine()
-    series = measure(args)
-    rows = summarise(series)
-    table = markdown(rows, machine)
-    print(table, end="")
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.with_name(f"{args.output.name}.md").write_text(table)
-        report = json.dumps(as_json(series, rows, machine), indent=1)
-        args.output.with_name(f"{args.output.name}.json").write_text(report)
-    return 1 if any(None in one.rounds for one in series) else 0
+    chosen = [contestant for contestant in args.contestants if contestant.is_here]
+    data_dir, machine = args.data_dir.resolve(), describe_machine()
+    prepare_data((contestant.job for contestant in chosen), data_dir)
+    prepare_environment()
+    trials = [
+        BenchmarkTrial.of(contestant, ranks, data_dir, machine)
+        for ranks in args.ranks
+        for contestant in chosen
+        if ranks == 1 or contestant.engine != "single"
+    ]
+    with locked_folder(args.out) as folder:
+        runner = TrialRunner(folder, limit_s=args.limit_s, limit_option="--limit-s", are_figures=are_figures)
+        measure(runner, trials, args.rounds)
+        results = TrialResult.collect(trials, list(runner.last.values()))
+        report = conclude(results, machine, runner.warnings, args.rounds)
+        report.show()
+        report.write(folder, "benchmarks")
+    return int(report.has_failed)
 
 
 if __name__ == "__main__":

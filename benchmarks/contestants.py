@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from hvd_trainer.backends.horovod_start import build_record
+
+Engine = Literal["horovod", "ddp", "single"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Job:
     warmup: int
     baseline: str
     floor: str
+    max_steps: int | None = None
+    """that end a job whose steps, and not its samples, are counted; None: one epoch"""
 
     def per_rank(self, ranks: int) -> int:
         """Samples of one rank in the epoch, with those repeated to make the ranks equal."""
@@ -31,13 +36,19 @@ class Job:
 
     def steps(self, ranks: int) -> int:
         """Optimizer steps in the epoch; the last batch may be smaller."""
-        return math.ceil(self.per_rank(ranks) / self.batch)
+        return self.max_steps or math.ceil(self.per_rank(ranks) / self.batch)
+
+    @property
+    def figure(self) -> str:
+        """Of a step, by which contestants are divided: steps of hardly any arithmetic scatter much."""
+        return "step_p50_s" if self.max_steps else "step_s"
 
     def timed_samples(self, ranks: int) -> int:
         """Samples of one rank in the steps that are timed."""
         return self.per_rank(ranks) - self.warmup * self.batch
 
 
+ENGINES: tuple[Engine, ...] = ("single", "ddp", "horovod")
 HOROVOD_ON_MPI = "Horovod by install-horovod --mpi"
 
 
@@ -45,14 +56,14 @@ HOROVOD_ON_MPI = "Horovod by install-horovod --mpi"
 class Contestant:
     """One way to do a job.
 
-    ``arguments`` follow ``python``; in them ``{data}`` is the MNIST folder and ``{log}`` a folder
-    of the run's own. ``against`` names contestants of the same job that it is divided by, besides
-    the job's baseline and floor.
+    ``engine`` says what starts it; that of one process takes part on one rank alone. ``arguments`` follow
+    ``python``; in them ``{data}`` is the data folder and ``{folder}`` a folder of the run's own. ``against`` names
+    contestants of the same job that it is divided by, besides the job's baseline and floor.
     """
 
     name: str
     job: Job
-    launcher: str
+    engine: Engine
     arguments: str
     against: tuple[str, ...] = ()
     needs: str | None = None
@@ -77,11 +88,45 @@ RESNET = Job("ResNet-18, 32x32", 2_560, 32, warmup=5, baseline="raw DDP", floor=
 
 _OURS = (
     "-m hvd_trainer.mnist --epochs 1 --batch-size 128 --optimizer adam --lr 1e-4 "
-    "--dataset mnist --data-dir {data} --log-dir {log}"
+    "--dataset mnist --data-dir {data} --log-dir {folder}/log"
 )
 
-JOBS = {"mnist": MNIST, "scripts": SCRIPTS, "resnet18": RESNET, "images": IMAGES, "tokens": TOKENS}
-"""Names on the command line."""
+_GROWING = {
+    "ranks": (("8x8 numbers in memory", 1_000, ""),),
+    "tensors": tuple((f"{n:,} tensors", 10**5, f" --tensors {n}") for n in (10, 100, 1_000, 10_000)),
+    "samples": tuple((f"{n:,} samples", n, " --tensors 20") for n in (10, 10**4, 10**5, 10**6, 10**7, 10**8)),
+}
+"""By what grows: the jobs' names, their samples, and their options. The steps have hardly any arithmetic."""
+
+
+def _growing(name: str, samples: int, options: str) -> Job:
+    """A job whose steps are counted, as so short an epoch may have one only."""
+    max_steps = 30 if "10000" in options else 200
+    return Job(name, samples, 8, warmup=10, baseline="by hand, ddp", floor="by hand, ddp", max_steps=max_steps)
+
+
+_GROWN = {what: {_growing(*case): case[2] for case in cases} for what, cases in _GROWING.items()}
+JOBS: dict[str, tuple[Job, ...]] = {
+    **{"mnist": (MNIST,), "scripts": (SCRIPTS,), "resnet18": (RESNET,), "images": (IMAGES,), "tokens": (TOKENS,)},
+    **{what: tuple(jobs) for what, jobs in _GROWN.items()},
+}
+"""By names on the command line."""
+
+GROWTH = tuple(
+    Contestant(
+        f"{name}, {engine}",
+        job,
+        engine,
+        f"-m benchmarks.ours.growing --loop {loop} --backend {engine} --samples {job.samples} "
+        f"--steps {job.max_steps}{options}" + (f" --data {{data}}/numbers/{job.samples}" if options else ""),
+        against=() if loop == "hand" else (f"by hand, {engine}",),
+    )
+    for jobs in _GROWN.values()
+    for job, options in jobs.items()
+    for engine in ENGINES
+    for name, loop in (("by hand", "hand"), ("hvd_trainer", "trainer"))
+    if engine != "single" or not options
+)
 
 # Scripts for one engine, on the other.
 _ON_DDP = "-m hvd_trainer run --backend ddp --"
@@ -91,152 +136,153 @@ _PLAIN_DDP, _PLAIN_HOROVOD = (_PLAIN.format(engine=engine) for engine in ("ddp",
 
 # By package: the scripts of benchmarks/peers, on the engines that they have.
 _PEERS = {
-    "Accelerate": ("accelerate", "torchrun", "with_accelerate"),
-    "Fabric": ("lightning_fabric", "torchrun", "with_fabric"),
-    "Ignite ddp": ("ignite", "torchrun", "with_ignite --engine gloo"),
-    "Ignite horovod": ("ignite", "horovodrun", "with_ignite --engine horovod"),
+    "Accelerate": ("accelerate", "ddp", "with_accelerate"),
+    "Fabric": ("lightning_fabric", "ddp", "with_fabric"),
+    "Ignite ddp": ("ignite", "ddp", "with_ignite --engine gloo"),
+    "Ignite horovod": ("ignite", "horovod", "with_ignite --engine horovod"),
 }
 PEERS = tuple(
-    Contestant(name, job, launcher, f"-m benchmarks.peers.{script} {options}", needs=package)
+    Contestant(name, job, engine, f"-m benchmarks.peers.{script} {options}", needs=package)
     for job, options in ((MNIST, "--job mnist --data-dir {data}"), (RESNET, "--job resnet18"))
-    for name, (package, launcher, script) in _PEERS.items()
+    for name, (package, engine, script) in _PEERS.items()
 )
 
 _RAW_LOADING = "-m benchmarks.raw.loading --data-dir {{data}} --kind {} --loader {}"
 _OUR_LOADING = "-m benchmarks.ours.loading --data-dir {{data}} --kind {} --backend {}"
 LOADERS = tuple(
-    Contestant(name, job, launcher, command.format(kind, option), against=against, needs=package or reader)
+    Contestant(name, job, engine, command.format(kind, option), against=against, needs=package or reader)
     for job, kind, against, reader in (
         (IMAGES, "images", ("DALI", "torchdata, bytes"), "torchcodec"),
         (TOKENS, "tokens", ("torchdata",), None),
     )
-    for name, launcher, command, option, package in (
-        ("DataLoader", "torchrun", _RAW_LOADING, "DataLoader", None),
-        ("DataLoader, bytes", "torchrun", _RAW_LOADING, "DataLoader --pixels", None),
-        ("torchdata", "torchrun", _RAW_LOADING, "torchdata", "torchdata"),
-        ("torchdata, bytes", "torchrun", _RAW_LOADING, "torchdata --pixels", "torchdata"),
-        ("DALI", "torchrun", _RAW_LOADING, "DALI", "nvidia.dali"),
-        ("hvd_trainer ddp", "torchrun", _OUR_LOADING, "ddp", None),
-        ("hvd_trainer horovod", "horovodrun", _OUR_LOADING, "horovod", None),
-        ("hvd_trainer ddp, DALI", "torchrun", _OUR_LOADING, "ddp --dali", "nvidia.dali"),
-        ("hvd_trainer horovod, DALI", "horovodrun", _OUR_LOADING, "horovod --dali", "nvidia.dali"),
+    for name, engine, command, option, package in (
+        ("DataLoader", "ddp", _RAW_LOADING, "DataLoader", None),
+        ("DataLoader, bytes", "ddp", _RAW_LOADING, "DataLoader --pixels", None),
+        ("torchdata", "ddp", _RAW_LOADING, "torchdata", "torchdata"),
+        ("torchdata, bytes", "ddp", _RAW_LOADING, "torchdata --pixels", "torchdata"),
+        ("DALI", "ddp", _RAW_LOADING, "DALI", "nvidia.dali"),
+        ("hvd_trainer ddp", "ddp", _OUR_LOADING, "ddp", None),
+        ("hvd_trainer horovod", "horovod", _OUR_LOADING, "horovod", None),
+        ("hvd_trainer ddp, DALI", "ddp", _OUR_LOADING, "ddp --dali", "nvidia.dali"),
+        ("hvd_trainer horovod, DALI", "horovod", _OUR_LOADING, "horovod --dali", "nvidia.dali"),
     )
     if job is IMAGES or not name.endswith(("bytes", "DALI"))
 )
 
 CONTESTANTS = (
-    Contestant("raw DDP", MNIST, "torchrun", "-m benchmarks.raw.ddp --data-dir {data}"),
-    Contestant("raw Horovod", MNIST, "horovodrun", "-m benchmarks.raw.horovod --data-dir {data}"),
+    Contestant("raw DDP", MNIST, "ddp", "-m benchmarks.raw.ddp --data-dir {data}"),
+    Contestant("raw Horovod", MNIST, "horovod", "-m benchmarks.raw.horovod --data-dir {data}"),
     Contestant(
         "raw DDP, 2 workers",
         MNIST,
-        "torchrun",
+        "ddp",
         "-m benchmarks.raw.ddp --data-dir {data} --workers 2",
     ),
     Contestant(
         "raw Horovod, 2 workers",
         MNIST,
-        "horovodrun",
+        "horovod",
         "-m benchmarks.raw.horovod --data-dir {data} --workers 2",
     ),
-    Contestant("in-memory DDP", MNIST, "torchrun", "-m benchmarks.raw.memory_ddp --data-dir {data}"),
+    Contestant("in-memory DDP", MNIST, "ddp", "-m benchmarks.raw.memory_ddp --data-dir {data}"),
     Contestant(
         "in-memory Horovod",
         MNIST,
-        "horovodrun",
+        "horovod",
         "-m benchmarks.raw.memory_horovod --data-dir {data}",
     ),
     Contestant(
         "in-memory Horovod, 1 group",
         MNIST,
-        "horovodrun",
+        "horovod",
         "-m benchmarks.raw.memory_horovod --data-dir {data} --num-groups 1",
     ),
     Contestant(
         "our ddp, loop by hand",
         MNIST,
-        "torchrun",
+        "ddp",
         "-m benchmarks.ours.by_hand --data-dir {data} --backend ddp",
     ),
     Contestant(
         "our horovod, loop by hand",
         MNIST,
-        "horovodrun",
+        "horovod",
         "-m benchmarks.ours.by_hand --data-dir {data} --backend horovod",
     ),
     Contestant(
         "hvd_trainer ddp",
         MNIST,
-        "torchrun",
+        "ddp",
         f"{_OURS} --backend ddp",
         against=("our ddp, loop by hand", "floor with exchange"),
     ),
     Contestant(
         "hvd_trainer horovod",
         MNIST,
-        "horovodrun",
+        "horovod",
         f"{_OURS} --backend horovod",
         against=("our horovod, loop by hand", "raw Horovod", "hvd_trainer ddp", "floor with exchange"),
     ),
     Contestant(
         "hvd_trainer horovod, MPI",
         MNIST,
-        "mpirun",
+        "horovod",
         f"{_OURS} --backend horovod --transport mpi",
         against=("hvd_trainer horovod", "floor with exchange"),
         needs=HOROVOD_ON_MPI,
     ),
-    Contestant("compute floor", MNIST, "torchrun", "-m benchmarks.raw.floor --data-dir {data}"),
-    Contestant("floor with exchange", MNIST, "torchrun", "-m benchmarks.raw.floor --data-dir {data} --exchange"),
-    Contestant("plain_ddp.py", SCRIPTS, "torchrun", _PLAIN_DDP),
-    Contestant("plain_horovod.py", SCRIPTS, "horovodrun", _PLAIN_HOROVOD),
+    Contestant("compute floor", MNIST, "ddp", "-m benchmarks.raw.floor --data-dir {data}"),
+    Contestant("floor with exchange", MNIST, "ddp", "-m benchmarks.raw.floor --data-dir {data} --exchange"),
+    Contestant("plain_ddp.py", SCRIPTS, "ddp", _PLAIN_DDP),
+    Contestant("plain_horovod.py", SCRIPTS, "horovod", _PLAIN_HOROVOD),
     Contestant(
         "plain_horovod.py on ddp",
         SCRIPTS,
-        "torchrun",
+        "ddp",
         f"{_ON_DDP} {_PLAIN_HOROVOD}",
         against=("plain_horovod.py",),
     ),
     Contestant(
         "plain_ddp.py on horovod",
         SCRIPTS,
-        "horovodrun",
+        "horovod",
         f"{_ON_HOROVOD} {_PLAIN_DDP}",
         against=("plain_horovod.py",),
     ),
     Contestant(
         "raw Horovod's script on ddp",
         RESNET,
-        "torchrun",
+        "ddp",
         f"{_ON_DDP} -m benchmarks.raw.resnet_horovod",
         against=("raw Horovod",),
     ),
     Contestant(
         "raw DDP's script on horovod",
         RESNET,
-        "horovodrun",
+        "horovod",
         f"{_ON_HOROVOD} -m benchmarks.raw.resnet_ddp",
         against=("raw Horovod",),
     ),
-    Contestant("raw DDP", RESNET, "torchrun", "-m benchmarks.raw.resnet_ddp"),
-    Contestant("raw Horovod", RESNET, "horovodrun", "-m benchmarks.raw.resnet_horovod"),
-    Contestant("hvd_trainer ddp", RESNET, "torchrun", "-m benchmarks.ours.resnet --backend ddp"),
+    Contestant("raw DDP", RESNET, "ddp", "-m benchmarks.raw.resnet_ddp"),
+    Contestant("raw Horovod", RESNET, "horovod", "-m benchmarks.raw.resnet_horovod"),
+    Contestant("hvd_trainer ddp", RESNET, "ddp", "-m benchmarks.ours.resnet --backend ddp"),
     Contestant(
         "hvd_trainer horovod",
         RESNET,
-        "horovodrun",
+        "horovod",
         "-m benchmarks.ours.resnet --backend horovod",
         against=("raw Horovod",),
     ),
     Contestant(
         "hvd_trainer horovod, MPI",
         RESNET,
-        "mpirun",
+        "horovod",
         "-m benchmarks.ours.resnet --backend horovod --transport mpi",
         against=("hvd_trainer horovod",),
         needs=HOROVOD_ON_MPI,
     ),
     *PEERS,
     *LOADERS,
-    Contestant("without exchange", RESNET, "torchrun", "-m benchmarks.raw.resnet_floor"),
+    *GROWTH,
+    Contestant("without exchange", RESNET, "ddp", "-m benchmarks.raw.resnet_floor"),
 )

@@ -15,10 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import NO_GPUS
-from benchmarks.run import python_path
-from hvd_trainer.tools.runner.command import command_for
-from hvd_trainer.tools.runner.processes import Start, run_to_end
+from benchmarks import prepare_environment
+from hvd_trainer.measure.command import command_for
+from hvd_trainer.measure.start import Start, run_to_end
 
 JOB = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "1", "--batch-size", "256"]
 WORDS = ("terminate called", "Traceback", "Fatal", "Signal", "error:")
@@ -29,8 +28,7 @@ def end_of_one_run(line: list[str], limit_s: float) -> str:
     """`clean`, or in short what was wrong."""
     with tempfile.TemporaryDirectory(prefix="hvd-exit-runs-") as name:
         folder = Path(name)
-        environment = {**NO_GPUS, **python_path()}
-        code = run_to_end(Start(line, environment, threads=1), folder, folder / "output", limit_s=limit_s)
+        code = run_to_end(Start(line, threads=1), folder, folder / "output", limit_s=limit_s)
         said = (folder / "output").read_text(errors="replace").splitlines()
     if code is None:
         return f"no end in {limit_s:g} s"
@@ -50,6 +48,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=120, help="a run that takes longer hangs")
     parser.add_argument("--job", nargs=argparse.REMAINDER, help="what follows python, instead of the MNIST job")
     options = parser.parse_args()
+    prepare_environment()
     job = options.job or [*JOB, "--backend", options.backend]
     line = command_for(options.launcher, options.ranks, job)
     print("$", " ".join(line), flush=True)

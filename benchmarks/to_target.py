@@ -18,7 +18,8 @@ from statistics import fmean, median, pstdev
 from typing import NamedTuple
 
 from benchmarks import NO_GPUS
-from hvd_trainer.tools.runner.processes import Start, run_to_end
+from hvd_trainer.measure.report import Table
+from hvd_trainer.measure.start import Start, run_to_end
 
 RECIPE = (
     # Batches of which an epoch has a whole number: another size would be compiled inside the time.
@@ -78,13 +79,11 @@ def report(until: str, outcomes: Sequence[Outcome]) -> str:
         "steps": [its.steps for its in outcomes],
         until.partition("=")[0]: [its.figure for its in outcomes],
     }
-    lines = ["| | mean | median | lowest | highest | spread |", "|---|---|---|---|---|---|"]
-    lines += [
-        "| " + " | ".join([name, *(f"{of(its):.4g}" for of in (fmean, median, min, max, pstdev))]) + " |"
-        for name, its in rows.items()
-    ]
+    figures = (fmean, median, min, max, pstdev)
+    columns = ("", "mean", "median", "lowest", "highest", "spread")
+    table = Table("", columns, [[name, *(f"{of(its):.4g}" for of in figures)] for name, its in rows.items()])
     reached = sum(its.reached for its in outcomes)
-    return "\n".join([*lines, "", f"{reached} of {len(outcomes)} seeds reached {until}."])
+    return "\n".join([table.markdown(), "", f"{reached} of {len(outcomes)} seeds reached {until}."])
 
 
 def main() -> int:

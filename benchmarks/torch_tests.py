@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import NO_GPUS
+from hvd_trainer.measure.report import Table
 
 BACKENDS = ("horovod", "gloo")
 MAX_TEST_S = 120
@@ -124,14 +125,17 @@ def table(outcomes: dict[str, dict[str, list[str]]]) -> str:
     """Return the comparison as Markdown."""
     ours, theirs = (outcomes[backend] for backend in BACKENDS)
     counts = Counter((theirs[name][0], ours[name][0]) for name in ours)
-    lines = ["| on Gloo | on Horovod | tests |", "|---|---|---|"]
-    lines += [f"| {their} | {our} | {count} |" for (their, our), count in sorted(counts.items())]
-    lines += ["", "| test | on Gloo | on Horovod | reason |", "|---|---|---|---|"]
-    for name, (outcome, reason) in sorted(ours.items()):
-        their, their_reason = theirs[name]
-        if outcome != their:
-            lines.append(f"| {name} | {their} | {outcome} | {(reason or their_reason)[:150]} |")
-    return "\n".join(lines)
+    pairs = [[their, our, str(count)] for (their, our), count in sorted(counts.items())]
+    others = [
+        [name, theirs[name][0], outcome, (reason or theirs[name][1])[:150]]
+        for name, (outcome, reason) in sorted(ours.items())
+        if outcome != theirs[name][0]
+    ]
+    tables = (
+        Table("", ("on Gloo", "on Horovod", "tests"), pairs, words=(0, 1)),
+        Table("", ("test", "on Gloo", "on Horovod", "reason"), others, words=(0, 1, 2, 3)),
+    )
+    return "\n\n".join(table.markdown() for table in tables)
 
 
 def main() -> int:

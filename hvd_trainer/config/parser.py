@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_YAML_BYTES = 100_000
+_typed: set[type] = set()
+"""Kinds of options that this process has read from its own command line."""
 
 
 def parse(kind: type[T], args: Sequence[str] | None = None, *, outputs: bool = True) -> T:
@@ -46,6 +48,8 @@ def parse(kind: type[T], args: Sequence[str] | None = None, *, outputs: bool = T
         OptionError: the YAML file is missing or names an unknown option.
         SystemExit: the command line is wrong (code 2) or asked for help (code 0).
     """
+    if args is None:
+        _typed.add(kind)
     args = list(sys.argv[1:] if args is None else args)
     config, args = _take_config(args)
     if config is not None:
@@ -57,6 +61,11 @@ def parse(kind: type[T], args: Sequence[str] | None = None, *, outputs: bool = T
         nullcontext() if outputs else redirect_stdout(discarded),
     ):
         return _parse_typed(kind, args)
+
+
+def are_typed(options: object) -> bool:
+    """Return whether this process has read options of this kind from its command line, which takes --config."""
+    return type(options) in _typed
 
 
 def _parse_typed(kind: type[T], args: list[str]) -> T:

@@ -1,4 +1,13 @@
-"""See what a job does, in each of its ranks, for the tools; and what the tools conclude of it.
+"""Run a job for the tools, see what it does in each of its ranks, and tell what they conclude of it.
+
+command.py, start.py, own_files.py, machine.py
+                a tool's words, and a run of the job that leaves neither files nor processes behind
+trials.py, measured.py, failure_reason.py
+                interleaved runs, their records, and why one failed
+figures.py, equal_work.py, stats.py
+                what a run measured, the refusal of unequal work, and the interval of a ratio
+stale.py, report.py
+                what makes a run stale, and the report of a tool
 
 message.py      what a tool asks a job to record, in one environment variable
 trainer.py      the listeners of a job on the Trainer  \\
@@ -6,6 +15,4 @@ script.py       the listeners of any other script       > one set of recorders, 
 events.py       what PyTorch's hooks tell of a script  /
 steps.py, stacks.py, trace_format.py
                 the recorders: times of steps, sampled stacks, what the first steps compute
-stats.py, code.py, report.py
-                the interval of a ratio, what makes a run stale, and the report of a tool
 """

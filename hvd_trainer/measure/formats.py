@@ -48,13 +48,16 @@ def to_json(value: Any) -> str:
     return json.dumps(plain(value), indent=1) + "\n"
 
 
-def check_installed() -> None:
+def check_installed(*names: str) -> None:
     """Check for the packages that a command needs to show its results.
+
+    Args:
+        names: of the packages; all that make tables, pictures and pages if there are none.
 
     Raises:
         OptionError: a package is missing that makes the tables or the pictures.
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in names or NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise OptionError(
             f"The tables and pictures of this tool need {' and '.join(missing)}, which "

@@ -43,6 +43,24 @@ class Table:
     words: Sequence[int] = (0,)
     """the places of columns of words; the others are numbers"""
 
+    def compact(self) -> Table:
+        """Return it without the columns in which no row has anything."""
+        used = [
+            place for place in range(len(self.columns)) if any(row[place] not in ("-", "") for row in self.rows)
+        ]
+        rows = [[row[place] for place in used] for row in self.rows]
+        words = [new for new, old in enumerate(used) if old in self.words]
+        return Table(self.title, [self.columns[place] for place in used], rows, words)
+
+    def markdown(self) -> str:
+        """Return it as Markdown, without its title."""
+        rule = [":--" if place in self.words else "--:" for place in range(len(self.columns))]
+        rows = [
+            [" ".join(cell.split()).replace("|", r"\|") for cell in cells]
+            for cells in (self.columns, rule, *self.rows)
+        ]
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -78,6 +96,11 @@ class Report:
     def ordered(self) -> list[Verdict]:
         """The verdicts, those that failed first."""
         return sorted(self.verdicts, key=lambda verdict: verdict.state != "failed")
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a verdict says that something went wrong."""
+        return any(verdict.state == "failed" for verdict in self.verdicts)
 
     def show(self) -> None:
         """Print it."""
@@ -119,11 +142,7 @@ class Report:
         parts = [f"# {self.title}: `{self.subject}`"]
         parts += [f"**{verdict.text}** {' '.join(verdict.details)}".rstrip() for verdict in self.ordered]
         parts += [f"> warning: {text}" for text in self.warnings]
-        for table in self.tables:
-            rule = [":--" if place in table.words else "--:" for place in range(len(table.columns))]
-            rows = [[cell.replace("|", r"\|") for cell in cells] for cells in (table.columns, rule, *table.rows)]
-            lines = [f"| {' | '.join(cells)} |" for cells in rows]
-            parts += [f"**{table.title}**", "\n".join(lines)]
+        parts += [f"**{table.title}**\n\n{table.markdown()}" for table in self.tables]
         parts += [*self.notes, *(f"Type: `{text}`" for text in self.advice)]
         return "\n\n".join(parts) + "\n"
 

@@ -1,6 +1,6 @@
 """Keep a trial of a tool out of its user's files: every Python process of the trial looks before it writes.
 
-The working folder of a trial is made of links to the files of the user's (`runner/own_files.py`), in PLACE:
+The working folder of a trial is made of links to the files of the user's (`own_files.py`), in PLACE:
 
     PLACE/files/home/me/train.py -> /home/me/train.py
 
@@ -8,6 +8,7 @@ The working folder of a trial is made of links to the files of the user's (`runn
     open("new.csv", "w")                   the trial's own
     open("/home/me/new.csv", "w")          named in PLACE/outside, of which the tool warns
     open("/home/me/log.csv", "a")          OwnFileError, if it was there before the tool
+    open("own.yaml"), import own           named in PLACE/read: when it changes, the run is stale (`stale.py`)
 
 Python tells of what it opens, renames and removes; what PyTorch and safetensors write in C++ and Rust is told by
 `WRITERS`. Programs in other languages are not seen.
@@ -23,11 +24,14 @@ import re
 import shutil
 import stat
 import sys
+import sysconfig
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.util import source_from_cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -37,8 +41,18 @@ from hvd_trainer.utils.import_hooks import ImportHooks
 VARIABLE = "HVD_TRAINER_TRIAL"
 FOLDER = "{folder}"
 """Stands among the words of a job for an empty folder that each trial has for itself."""
-OUTSIDE, LOADED = "outside", "loaded"
-"""Files in the trial's place: the paths outside of it that it writes to, and that it loads as checkpoints."""
+OUTSIDE, LOADED, READ = "outside", "loaded", "read"
+"""Files in the trial's place: the paths outside of it that it writes to, that it loads as checkpoints, and that it
+reads."""
+MAX_READ = 500
+"""Files that a process notes because it reads them. The first are code and configuration, and not yet data."""
+INSTALLED = {"site-packages", "dist-packages"}
+"""Folders of installed packages."""
+NOT_OWN = tuple(
+    os.path.realpath(folder) + os.sep
+    for folder in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), Path(__file__).parents[1])
+)
+"""Folders whose code is not the job's: Python's, and this package."""
 WRITERS = {"torch.serialization": ("save", 1), "safetensors._safetensors_rust": ("serialize_file", 1)}
 """Functions that open the file that is their argument without Python, by their module."""
 CACHES = re.compile(r"CACHE|._HOME$")
@@ -79,6 +93,8 @@ class FileGuard:
         # Before it looks: finding that folder writes to it.
         self._temporary = tempfile.gettempdir()
         self._noted: set[tuple[str, str]] = set()
+        self._read: set[str] = set()
+        self._below = (trial.user + os.sep, trial.place + os.sep)
         self._detaching = threading.RLock()
 
     def install(self) -> None:
@@ -126,9 +142,28 @@ class FileGuard:
 
     def _on_open(self, path: Any, mode: str | None, flags: int) -> None:
         access = flags & os.O_ACCMODE
-        if access != os.O_RDONLY:
+        if access == os.O_RDONLY:
+            with suppress(OSError, ValueError):  # the working folder may be gone, or the path be none
+                self._note_read(os.fsdecode(path))
+        else:
             is_sure = access == os.O_WRONLY or flags & (os.O_CREAT | os.O_TRUNC) != 0
             self.before_write(path, keeps=not flags & os.O_TRUNC, is_sure=is_sure)
+
+    def _note_read(self, path: str) -> None:
+        """Note a file that is read, if it is code of the job's, or any other file below the user's folder."""
+        is_code = path.endswith((".py", ".pyc"))
+        name = os.path.abspath(path)
+        if name in self._read or len(self._read) == MAX_READ or not (is_code or name.startswith(self._below)):
+            return
+        if name.endswith(".pyc"):
+            with suppress(ValueError):  # it lies beside the source, which counts itself
+                name = source_from_cache(name)
+        real = os.path.realpath(name)
+        is_users = is_code or real.startswith(self._trial.user + os.sep)
+        is_installed = not INSTALLED.isdisjoint(real.split(os.sep)) or real.startswith(NOT_OWN)
+        if is_users and not (is_installed or self._is_own(real) or self._is_of_a_program(real)):
+            self._read.add(name)
+            self._note(READ, real)
 
     def _on_remove(self, path: Any, folder: int | None = None) -> None:
         if folder in (None, -1):  # what rmtree removes by its number was seen as a whole
@@ -173,15 +208,17 @@ class FileGuard:
         self._note(OUTSIDE, real)
 
     def _is_of_a_program(self, real: str) -> bool:
-        """Return whether a file is temporary, a device, or in a cache, such as ~/.cache or TORCH_HOME."""
-        below = real
-        if real.startswith(self._trial.user + os.sep):
-            below = real.removeprefix(self._trial.user)
-        else:
-            caches = [value for name, value in os.environ.items() if CACHES.search(name) and os.path.isabs(value)]
-            folders = map(os.path.realpath, ("/dev", "/proc", self._temporary, *caches))
-            if any(real.startswith(folder + os.sep) for folder in folders):
-                return True
+        """Return whether a file is temporary, a device, or in a cache, such as ~/.cache or TORCH_HOME.
+
+        Of a folder for such files and the user's, the inner one says so: either may be in the other.
+        """
+        user = self._trial.user
+        caches = [value for name, value in os.environ.items() if CACHES.search(name) and os.path.isabs(value)]
+        folders = [*map(os.path.realpath, ("/dev", "/proc", self._temporary, *caches))]
+        around = max((f for f in (*folders, user) if real.startswith(f + os.sep)), key=len, default="")
+        if around in folders:
+            return True
+        below = real.removeprefix(user) if around == user else real
         return any(part.startswith(".") or part == "__pycache__" for part in below.split(os.sep))
 
     def _note(self, file: str, path: str) -> None:

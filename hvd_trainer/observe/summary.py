@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hvd_trainer.config.options import ParallelOptions, TrainerOptions
+from hvd_trainer.config.parser import are_typed
 from hvd_trainer.observe.callback import RunView
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.process import cpu_ids
@@ -144,6 +145,7 @@ def facts(run: RunView) -> dict[str, Any]:
         "model": type(run.model).__name__,
         "parameters": sum(p.numel() for p in parameters),
         "parameter_tensors": len(parameters),
+        "reads_options": are_typed(run.options),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

@@ -120,7 +120,7 @@ def nccl(bench: Bench) -> Iterable[Check]:
     """Both engines over NCCL (on CPUs over Gloo), each rank on a host of its own name."""
     for engine in ("ddp", "horovod"):
         use = f"--backend {engine}"
-        proof = ("-m", "hvd_trainer.tools.runner.all_reduce")
+        proof = ("-m", "hvd_trainer.jobs.all_reduce")
         yield Check(f"{engine}: sums", train_two, (proof, use), needs_in(use))
         yield Check(f"{engine}: the bits of one rank", check_same_bits, (use,), needs_in(use))
         for name, row in (table.NCCL | table.NCCL_OF_ONE[engine]).items():
@@ -166,8 +166,8 @@ def check_refusal_of_stages(bench: Bench) -> dict[str, Any]:
 
 def check_engines(bench: Bench) -> dict[str, Any]:
     """Equal weights on DDP, and on Horovod with asynchronous completion and without; the median step of each."""
+    from hvd_trainer.measure.figures import read_steps
     from hvd_trainer.measure.message import Message
-    from hvd_trainer.tools.runner.step_stats import read_steps
 
     digests, figures = {}, {}
     for name, text, on in (("ddp", "ddp", "1"), ("horovod", "horovod", "1"), ("it waits", "horovod", "0")):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpu.bench import Check, Ran
+from hvd_trainer.measure.report import Table
 
 PROVEN, MEASURED, FAILED, NOT_HERE = "proven", "measured", "failed", "not provable here"
 Status = Literal["proven", "measured", "failed", "not provable here"]
@@ -83,12 +84,12 @@ def markdown(about: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
         lines += [f"## {status.capitalize()}", ""]
         lines += [f"- {its.stage}, {its.name}: {plain(its.why)}" for its in outcomes if its.status == status]
         lines += [""]
-    lines += ["## All checks", "", "| stage | check | status | figures | s |", "|---|---|---|---|---|"]
+    rows = []
     for its in outcomes:
         figures = "; ".join(f"{name}: {value}" for name, value in its.figures.items())
-        cells = (its.stage, its.name, its.status, plain(figures), str(its.seconds))
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "## Commands, and the ends of what they printed", ""]
+        rows.append((its.stage, its.name, its.status, figures, str(its.seconds)))
+    table = Table("", ("stage", "check", "status", "figures", "s"), rows, words=(0, 1, 2, 3))
+    lines += ["## All checks", "", table.markdown(), "", "## Commands, and the ends of what they printed", ""]
     for its in outcomes:
         lines += [f"<details><summary>{its.stage}, {its.name}: {its.status}</summary>", ""]
         for one in its.commands:
@@ -100,5 +101,5 @@ def markdown(about: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
 
 
 def plain(text: str) -> str:
-    """Return a text that keeps within a cell of a table."""
+    """Return a text that keeps to one line."""
     return re.sub(r"\s+", " ", text).replace("|", "\\|")

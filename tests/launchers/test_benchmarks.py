@@ -13,12 +13,14 @@ import torch
 from launchers import launch
 from torchvision.transforms import v2
 
-from benchmarks.contestants import CONTESTANTS, TOKENS
-from benchmarks.growth import Case, Figures, cases, run, table
+from benchmarks import REPOSITORY
+from benchmarks.__main__ import prepare_data
+from benchmarks.contestants import CONTESTANTS, Contestant
 from benchmarks.raw import files
-from benchmarks.run import REPOSITORY
-from benchmarks.run import run as measure
 from benchmarks.to_target import Outcome, report
+from benchmarks.trials import BenchmarkTrial, conclude
+from hvd_trainer.measure.results import TrialResult
+from hvd_trainer.measure.trials import RunRecord, TrialRunner
 
 pytestmark = pytest.mark.warm
 
@@ -33,17 +35,17 @@ def test_every_contestant_can_be_imported(contestant) -> None:
 
 @pytest.mark.nightly
 def test_one_round_gives_a_table(mnist_dir: Path, tmp_path: Path) -> None:
-    result = launch(
-        "python",
-        1,
-        [
-            *("-m", "benchmarks", "--only", "hvd_trainer ddp", "--rounds", "1", "--ranks", "2"),
-            *("--data-dir", str(mnist_dir), "--output", str(tmp_path / "table")),
-        ],
-    )
-    assert "| MNIST CNN | 2 | hvd_trainer ddp |" in result.stdout
-    assert (tmp_path / "table.md").read_text() == result.stdout
-    assert json.loads((tmp_path / "table.json").read_text())
+    """The same command again makes no run, and gives the same table."""
+    command = [
+        *("-m", "benchmarks", "--only", "hvd_trainer ddp", "--rounds", "1", "--ranks", "2"),
+        *("--data-dir", str(mnist_dir), "--out", str(tmp_path / "out")),
+    ]
+    said, again = (launch("python", 1, command).stdout for _ in range(2))
+    assert "1/1  round 1, MNIST CNN, hvd_trainer ddp x 2: " in said
+    assert again == said[said.index("MNIST CNN: medians") :]
+    assert "| hvd_trainer ddp | 2 |" in (tmp_path / "out" / "benchmarks.md").read_text()
+    (run,) = json.loads((tmp_path / "out" / "benchmarks.json").read_text())["runs"]
+    assert run["work"]["steps"] == 235
 
 
 def test_contestant_that_is_not_installed_is_left_out() -> None:
@@ -52,25 +54,29 @@ def test_contestant_that_is_not_installed_is_left_out() -> None:
     assert replace(peer, needs="torch").is_here
 
 
-def test_growth_is_the_difference_within_a_round() -> None:
-    """A slow second round, where both loops take longer, does not change the difference."""
-    ours = Case("tensors", 2, 10, 10**5, "ddp", "trainer")
-    speeds = {"trainer": (1.2, 3.1), "hand": (1.0, 3.0)}
-    measured = {
-        ours._replace(loop=loop): [Figures(step, 5.0, 400.0) for step in steps] for loop, steps in speeds.items()
-    }
-    (*_, row) = table(measured).splitlines()
-    assert row == "| 10 tensors | ddp | 2.000 | 2.150 | +0.150 | 5.0, 5.0 | 400, 400 |"
-    assert {case.size for case in cases(["ranks"])} == {1, 2, 4, 8}
+def contestant(job: str, name: str) -> Contestant:
+    return next(one for one in CONTESTANTS if (one.job.name, one.name) == (job, name))
 
 
-def test_growth_leaves_out_rounds_that_lack_one_of_both() -> None:
-    """The second round of one loop was compared with the first of the other."""
-    trainer = Case("ranks", 2, 20, 100, "ddp", "trainer")
-    fast, slow = Figures(1.0, 2.0, 3.0), Figures(10.0, 2.0, 3.0)
-    said = table({trainer: [None, slow], trainer._replace(loop="hand"): [fast, slow]})
-    assert "| 10.000 | 10.000 | +0.000 |" in said
-    assert "| failed |" in table({trainer: [None], trainer._replace(loop="hand"): [fast]})
+def test_ratios_are_those_within_a_round(tmp_path: Path) -> None:
+    """A slow round of both changes none; one that lacks either, or was made by another command, is left out."""
+    steps = {"by hand, ddp": {1: 1.0, 2: 3.0, 3: 1.0, 4: 1.0}, "hvd_trainer, ddp": {1: 1.25, 2: 3.75, 4: 9.0}}
+    trials = [BenchmarkTrial.of(contestant("10 tensors", name), 2, tmp_path) for name in steps]
+    runs = [
+        RunRecord(trial.identity, n, "done", 9.0, figures={"step_p50_s": s / 1000, "first_step_at": 5.0}, go=go)
+        for trial, go_of_4 in zip(trials, (1.0, 2.0), strict=True)
+        for n, s in steps[trial.contestant.name].items()
+        for go in [go_of_4 if n == 4 else 0.0]
+    ]
+    runs.append(RunRecord(trials[1].identity, 3, "failed", 9.0, "killed by signal 6"))
+    made = conclude(TrialResult.collect(trials, runs), {"cores": 2}, ["busy"], 4)
+    assert [verdict.text for verdict in made.ordered] == [
+        "10 tensors, hvd_trainer, ddp x 2: failed in round 3: killed by signal 6"
+    ]
+    hand, ours = made.tables[0].rows
+    assert made.tables[0].columns[2:4] == ["step, ms", "to the baseline"], "samples are not known"
+    assert hand[:5] == ["by hand, ddp", "2", "1", "1.00 (1.00 to 1.00)", "1.00 (1.00 to 1.00)"]
+    assert ours[2:6] == ["3.75", "0.80", "0.80", "0.80 by hand, ddp"]
 
 
 def test_to_target_runs_over_seeds(tmp_path: Path) -> None:
@@ -95,15 +101,6 @@ def test_to_target_counts_missed_targets() -> None:
     assert said.endswith("1 of 2 seeds reached test_accuracy=0.99.")
 
 
-@pytest.mark.long
-def test_growth_measures_a_training(tmp_path: Path) -> None:
-    figures = run(Case("samples", 2, 10, 10**4, "ddp", "trainer"), tmp_path, 100)
-    assert figures is not None
-    assert 0 < figures.step_ms < 1000
-    assert 0 < figures.first_step_s < 60
-    assert figures.peak_mb > 100
-
-
 def test_files_are_made_and_read_in_both_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that are normalised as a batch, or image by image, are the same floats."""
     for name, value in {"NUM_IMAGES": 20, "NUM_DIFFERENT": 2, "NUM_SHARDS": 2, "SHARD_TOKENS": 1100}.items():
@@ -126,10 +123,20 @@ def test_files_are_made_and_read_in_both_forms(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["DataLoader", "hvd_trainer ddp"])
-def test_training_on_files_is_measured(tmp_path: Path, name: str) -> None:
-    contestant = next(one for one in CONTESTANTS if (one.job.name, one.name) == (TOKENS.name, name))
-    files.make(tmp_path, "tokens")
-    measured = measure(contestant, 2, tmp_path, limit_s=100)
-    assert measured.images_per_s > 0
-    assert measured.peak_mb > 100
+@pytest.mark.parametrize(
+    ("job", "name"),
+    [
+        ("tokens in mapped files", "DataLoader"),
+        ("tokens in mapped files", "hvd_trainer ddp"),
+        ("10,000 samples", "hvd_trainer, ddp"),
+    ],
+)
+def test_contestants_are_measured(tmp_path: Path, job: str, name: str) -> None:
+    chosen = contestant(job, name)
+    prepare_data([chosen.job], tmp_path)
+    run = TrialRunner(tmp_path / "out", limit_s=100).run(BenchmarkTrial.of(chosen, 2, tmp_path))
+    assert (run.state, run.note) == ("done", "")
+    assert run.figures["work"]["steps"] == chosen.job.steps(2)
+    assert 0 < run.figures["step_p50_s"] < 1
+    assert run.figures["peak_memory_mb"] > 100
+    assert (run.figures.get("samples_per_s", 0) > 0) == (chosen.job.max_steps is None)

@@ -16,7 +16,7 @@ from launchers import launch, requires, start
 from waiting import wait_for
 
 from hvd_trainer.measure.formats import number
-from hvd_trainer.tools.runner.records import read_runs
+from hvd_trainer.measure.trials import read_runs
 
 pytestmark = pytest.mark.warm
 
@@ -135,23 +135,22 @@ def test_compare_runs_a_baseline_beside_the_job(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_compare_varies_options(tmp_path: Path) -> None:
-    """Impossible combinations are not run, and the heat map has the figures of the others."""
+    """What the job refuses is a failed trial with its reason, and the heat map has the figures of the others."""
     options = ("--backend", "ddp", "--np", "2", "--rounds", "1", "--steps", "4")
     vary = ("--vary", "stages=1,2", "--vary", "chunks=2,999")
-    said = launch("python", 1, command(tmp_path, *options, *vary, job=(*DIGITS, "--model", "mlp"))).stdout
-    assert ", 2 of them impossible, 2 runs in 1 round, 2 to do" in said
-    runs = read_runs(tmp_path)
-    assert [(run.identity["options"].get("stages", 1), run.state) for run in runs] == [(1, "done"), (2, "done")]
-    assert 0 < runs[1].figures["bubble"] < 1
+    result = launch("python", 1, command(tmp_path, *options, *vary, job=(*DIGITS, "--model", "mlp")), check=False)
+    assert result.returncode == 1
+    assert "4 runs in 1 round, 4 to do" in result.stdout
+    assert [run.state for run in read_runs(tmp_path)] == ["done", "failed", "done", "failed"]
     rows = json.loads((tmp_path / "comparison.json").read_text())["trials"]
-    assert [row["state"] for row in rows] == ["done", "impossible", "done", "impossible"]
+    assert [row["state"] for row in rows] == ["done", "failed", "done", "failed"]
     assert "--chunks 999 cuts --batch-size 128" in rows[1]["note"]
-    drawn = (tmp_path / "throughput.svg").read_text()
-    for row, run in zip(rows[::2], runs, strict=True):
-        assert row["samples_per_s"] == run.figures["samples_per_s"]
-        assert f">{number(run.figures['samples_per_s'])}<" in drawn
-    pictures = {f"{name}.{kind}" for name in ("throughput", "memory") for kind in ("png", "svg")}
-    assert {path.name for path in tmp_path.iterdir()} == {*FILES, *pictures}
+    assert rows[0]["bubble"] is None
+    assert 0 < rows[2]["bubble"] < 1
+    drawn = (tmp_path / "comparison.html").read_text()
+    for row in rows[::2]:
+        assert f">{number(row['samples_per_s'])}<" in drawn
+    assert {path.name for path in tmp_path.iterdir()} == {*FILES, "failed"}
 
 
 @pytest.mark.nightly

@@ -170,7 +170,7 @@ def test_run_reports_why_an_engine_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     found = engines.prove_engine("ddp", "cpu")
     assert found.status == "error"
     assert re.search(r"2 ranks by torchrun failed: .*(nonesuch0|address|interface)", found.found), found
-    assert "torchrun --standalone --nproc-per-node 2 -m hvd_trainer.tools.runner.all_reduce" in found.remedy
+    assert "torchrun --standalone --nproc-per-node 2 -m hvd_trainer.jobs.all_reduce" in found.remedy
 
 
 def test_run_reports_missing_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

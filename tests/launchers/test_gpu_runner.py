@@ -17,7 +17,7 @@ from gpu.bench import Bench, Check, FailedError
 from launchers import QUICKEST, REPOSITORY, launch
 
 from benchmarks import NO_GPUS
-from hvd_trainer.tools.runner.processes import Start, run_to_end
+from hvd_trainer.measure.start import Start, run_to_end
 
 pytestmark = pytest.mark.warm
 

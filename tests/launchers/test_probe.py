@@ -18,13 +18,13 @@ from launchers import SCRIPTS
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from hvd_trainer.measure.figures import read_steps
 from hvd_trainer.measure.leave_out import leave_out
+from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.script_steps import ScriptSteps
+from hvd_trainer.measure.trials import TrialRunner
 from hvd_trainer.observe.phases import PARTS, Clock
-from hvd_trainer.tools.runner.measured import MeasuredTrial
-from hvd_trainer.tools.runner.step_stats import read_steps
-from hvd_trainer.tools.runner.trial_runner import TrialRunner
 
 SCRIPT = """
 import time

@@ -154,7 +154,7 @@ TYPED_ELSEWHERE = {
     "512 --d-hid 2048 --heads 8 --sequence-length 64": ("test_compare.py", '"hvd_trainer.imdb"'),
     "hvd-trainer export runs/digits runs/digits/weights.safetensors": (*("test_checkpoint.py", '"export"'),),
     # What it starts, and how, is tested without the hours that the figures take.
-    "python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5 --output results/mnist": (
+    "python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5 --out runs/mnist": (
         *("test_benchmarks.py", '"benchmarks"'),
     ),
     "python -m benchmarks --jobs scripts resnet18 --rounds 5": ("test_benchmarks.py", '"benchmarks"'),
@@ -162,10 +162,8 @@ TYPED_ELSEWHERE = {
     "python -m benchmarks --data-dir ../shared/data/mnist --jobs mnist resnet18 images tokens --ranks 2,4 "
     "--rounds 3": ("test_benchmarks.py", '"benchmarks"'),
     "python -m benchmarks --list": ("test_benchmarks.py", '"benchmarks"'),
-    "python -m benchmarks.growth --rounds 3": (
-        "test_benchmarks.py",
-        "test_growth_measures_a_training",
-    ),
+    "python -m benchmarks --jobs ranks --ranks 1,2,4,8 --rounds 5": ("test_benchmarks.py", '"benchmarks"'),
+    "python -m benchmarks --jobs tensors samples --rounds 3": ("test_benchmarks.py", '"benchmarks"'),
     "make setup VENV=.venv-peers": (".ci/run", "make test"),
     "python -m benchmarks.to_target --data-dir ../shared/data/mnist --seeds 30": (
         *("test_benchmarks.py", '"benchmarks.to_target"'),
@@ -449,5 +447,5 @@ def test_files_that_are_named_exist() -> None:
     for document in documents.ALL:
         places = REPOSITORY, REPOSITORY / "hvd_trainer", (REPOSITORY / document).parent
         code = documents.inline_code(document)
-        named = [text for text in code if re.fullmatch(r"(?!PREFIX)[\w./-]+\.(py|md|txt)", text)]
+        named = [text for text in code if re.fullmatch(r"[\w./-]+\.(py|md|txt)", text)]
         assert not [name for name in named if not any((place / name).is_file() for place in places)], document

@@ -8,6 +8,8 @@ import pytest
 from combinations import case
 from launchers import SCRIPTS, launch
 
+from hvd_trainer.tools.verify_resume.campaign import Campaign, Killed
+
 SCRIPT = str(SCRIPTS / "torch_ddp.py")
 SAME = "final weights: the same, to the last bit"
 DIGITS = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "3", "--save-every-steps", "2"]
@@ -36,6 +38,20 @@ def test_verify_resume_kills_a_script_and_its_launcher(
     recovery = re.search(line, said, re.MULTILINE)
     assert (recovery is not None) == (code == 0)
     assert recovery is None or 0 < float(recovery[1]) <= float(recovery[2])
+
+
+def test_what_was_lost_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
+    kills = [Killed(1.0, 0), Killed(2.0, 2)]
+    assert not Campaign(kills[:1], [1.5], 4, same=True).report(["train.py"]).has_failed
+    report = Campaign(kills, [2.0, 4.0], 4, same=False).report(["train.py"])
+    report.show()
+    assert report.has_failed
+    assert capsys.readouterr().out.splitlines() == [
+        "final weights: other ones than in the undisturbed run",
+        "left behind: 2 processes",
+        "after the last kill: 4 steps to the end",
+        "recovery, from a start to its first step: median 3.0 s, maximum 4.0 s",
+    ]
 
 
 @pytest.mark.parametrize("backend", [case("ddp"), case("horovod", when="long")])

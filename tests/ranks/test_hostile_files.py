@@ -26,10 +26,10 @@ from hvd_trainer.errors import CheckpointError, OptionError
 from hvd_trainer.horovod_build import wheel
 from hvd_trainer.horovod_build.errors import InstallError
 from hvd_trainer.jobs.options import MnistOptions
+from hvd_trainer.measure.figures import are_figures
+from hvd_trainer.measure.start import locked_folder
+from hvd_trainer.measure.trials import RunRecord, read_runs
 from hvd_trainer.observe.run_log import MAX_LINE_BYTES, _drop_later
-from hvd_trainer.tools.runner.folder import locked_folder
-from hvd_trainer.tools.runner.records import RunRecord, read_runs
-from hvd_trainer.tools.runner.step_stats import are_figures
 from hvd_trainer.utils.serialization import flatten, to_json
 
 pytestmark = pytest.mark.warm

@@ -14,9 +14,9 @@ from records import records
 
 from hvd_trainer import TrainerOptions, parse
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.figures import read_figures
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import obey
-from hvd_trainer.tools.runner.step_stats import read_figures
 
 ENGINES = ("ddp", "horovod")
 pytestmark = [requires("horovod"), pytest.mark.warm]
@@ -184,6 +184,17 @@ def test_all_trainings_of_a_process_are_recorded(tmp_path: Path) -> None:
     its = steps_of(tmp_path / "log", 0)
     assert its["step"].tolist() == [1, 2, 3, 4]
     assert its["seconds"].shape[0] == len(its["loss"]) == 4
+
+
+@pytest.mark.parametrize("start", ["run_job(TrainerOptions, main)", "main(TrainerOptions())"])
+def test_it_is_recorded_whether_a_job_reads_options(tmp_path: Path, start: str) -> None:
+    """Of a job that makes them in its code, a search had said that it takes --config."""
+    job = tmp_path / "job.py"
+    job.write_text(STREAM.replace("def start():\n    run_job(TrainerOptions, main)", start))
+    measured(tmp_path / "log", (str(job),), ranks=1, max_steps=2)
+    figures = read_figures(tmp_path / "log", 1, 0)
+    assert figures is not None
+    assert figures["work"]["reads_options"] == start.startswith("run_job")
 
 
 @pytest.mark.parametrize("words", [(), ("--backend", "ddp"), ("--backend", "horovod")])

@@ -13,8 +13,8 @@ from digits_job import argv, weights
 from job import Result
 from launchers import QUICKEST, SUPPORT, launch, requires
 
-from hvd_trainer.tools.runner.command import OPEN_MPI
-from hvd_trainer.tools.runner.records import read_runs
+from hvd_trainer.measure.command import OPEN_MPI
+from hvd_trainer.measure.trials import read_runs
 
 # Most of the time is that of the build.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600), requires("mpirun", "mpicxx")]

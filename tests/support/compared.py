@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hvd_trainer.measure.trials import RunRecord
 from hvd_trainer.tools.compare.result import Comparison
 from hvd_trainer.tools.compare.trials import CompareTrial, make_trials, read_entries
 from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
-from hvd_trainer.tools.runner.records import RunRecord
 
 JOB = ("-m", "hvd_trainer.mnist")
 WORK = {

@@ -16,21 +16,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvd_trainer.measure.command import read_backends, read_command
+from hvd_trainer.measure.equal_work import Side, refuse_unequal
+from hvd_trainer.measure.figures import are_figures
 from hvd_trainer.measure.formats import check_installed
+from hvd_trainer.measure.machine import busy_warning, conditions, describe_machine, threads_per_rank
+from hvd_trainer.measure.measured import describe_speed
+from hvd_trainer.measure.start import locked_folder
+from hvd_trainer.measure.trials import TrialRunner, read_runs
 from hvd_trainer.tools.compare import report, search_report
 from hvd_trainer.tools.compare.options import CompareOptions, check_together, read_ranks, read_search_ranks
 from hvd_trainer.tools.compare.result import Comparison, side_of
 from hvd_trainer.tools.compare.settings_runner import SearchJob, search_all
 from hvd_trainer.tools.compare.trials import CompareTrial, make_trials, read_entries
 from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
-from hvd_trainer.tools.runner.command import read_backends, read_command
-from hvd_trainer.tools.runner.equal_work import Side, refuse_unequal
-from hvd_trainer.tools.runner.folder import locked_folder
-from hvd_trainer.tools.runner.machine import busy_warning, conditions, describe_machine, threads_per_rank
-from hvd_trainer.tools.runner.measured import describe_speed
-from hvd_trainer.tools.runner.records import read_runs
-from hvd_trainer.tools.runner.step_stats import are_figures
-from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.text import plural
 

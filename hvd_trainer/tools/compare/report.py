@@ -8,13 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hvd_trainer.measure.command import with_options
 from hvd_trainer.measure.formats import milliseconds, number, percent
+from hvd_trainer.measure.machine import as_text
 from hvd_trainer.measure.report import Picture, Report, Table, Verdict
 from hvd_trainer.measure.stats import METHOD, MIN_ROUNDS
-from hvd_trainer.tools.compare import heat_map
-from hvd_trainer.tools.compare.plots import draw_speed
-from hvd_trainer.tools.compare.result import Comparison, TrialResult
-from hvd_trainer.tools.runner.command import with_options
+from hvd_trainer.tools.compare.plots import draw_heat_map, draw_speed
+from hvd_trainer.tools.compare.result import Comparison, Result
 from hvd_trainer.utils.text import COMMAND, plural
 
 MAX_NAMED = 3
@@ -82,15 +82,9 @@ def make_report(comparison: Comparison, pictures: Sequence[Picture] = ()) -> Rep
 
 def write(comparison: Comparison, folder: Path) -> None:
     """Print the report, and write all files."""
-    maps, files = [], []
-    for quantity in heat_map.QUANTITIES:
-        paths, svg = heat_map.write(comparison, quantity, heading(comparison), folder)
-        files += paths
-        if svg:
-            maps.append(Picture(f"Heat map: {quantity.title}", "By options; the best one is in bold.", svg))
-    report = make_report(comparison, [*maps, *draw_speed(comparison.results)])
+    report = make_report(comparison, [*draw_heat_map(comparison), *draw_speed(comparison.results)])
     report.show()
-    report.write(folder, "comparison", files)
+    report.write(folder, "comparison")
 
 
 def heading(comparison: Comparison) -> str:
@@ -138,17 +132,15 @@ def tables(comparison: Comparison) -> list[Table]:
         values["state"] = None if all_done else result.state
     made = []
     for title, columns in TABLES.items():
-        used = [column for column in columns if any(values[column[1]] is not None for values in figures)]
         rows = []
         for result, values in zip(comparison.results, figures, strict=True):
-            cells = ["-" if values[name] is None else show(values[name]) for _, name, show in used]
+            cells = ["-" if values[name] is None else show(values[name]) for _, name, show in columns]
             if title == SPEED or set(cells) != {"-"}:
                 place = (result.trial.values[axis.name] for axis in axes)
                 rows.append([result.trial.entry.name, str(result.trial.ranks), *place, *cells])
-        if used:
-            titles = ["", "ranks", *(axis.label for axis in axes), *(column[0] for column in used)]
-            made.append(Table(title, titles, rows))
-    return made
+        titles = ["", "ranks", *(axis.label for axis in axes), *(column[0] for column in columns)]
+        made.append(Table(title, titles, rows).compact())
+    return [table for table in made if len(table.columns) > 2 + len(axes)]
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -161,7 +153,7 @@ def notes(comparison: Comparison) -> list[str]:
         f"{plural(trial.warmup_steps, 'step')} of each run do not count.",
         *([f"{METHOD}{holm}. Pairs are rounds that one command ran in turn."] if pairs else []),
         *comparison.unseen,
-        "Machine: " + ", ".join(f"{name} {value}" for name, value in comparison.machine.items()) + ".",
+        f"Machine: {as_text(comparison.machine)}.",
         *_reasons([result for result in comparison.results if result.state == "not run"]),
     ]
 
@@ -178,7 +170,7 @@ def scaling_text(comparison: Comparison) -> str:
     return "Each trial has a global batch of its own." if comparison.varied else f"Global batch: {sizes}."
 
 
-def _reasons(results: Sequence[TrialResult]) -> list[str]:
+def _reasons(results: Sequence[Result]) -> list[str]:
     """Return why trials lack figures; those with the same reason in one line."""
     labels: dict[str, list[str]] = {}
     for result in results:

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
-from statistics import median
 from typing import Any, Literal
 
+from hvd_trainer.measure.equal_work import Side
+from hvd_trainer.measure.figures import RANKS_DIFFER
 from hvd_trainer.measure.report import Verdict
+from hvd_trainer.measure.results import FIRST, TrialResult
 from hvd_trainer.measure.stats import Ratio, ratio, ratios
+from hvd_trainer.measure.trials import RunRecord
 from hvd_trainer.tools.compare.trials import ENTRIES, RANKS, CompareTrial
 from hvd_trainer.tools.compare.variants import Axis
-from hvd_trainer.tools.runner.equal_work import Side
-from hvd_trainer.tools.runner.records import RunRecord
-from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER
 from hvd_trainer.utils.text import plural
 
 PART_TEXTS = {
@@ -28,82 +28,17 @@ PART_TEXTS = {
     "other_s": "the rest",
 }
 """The parts of a step, by the names of their figures."""
-FIRST = ("train_loss", "last_loss", "test_loss", "test_accuracy")
-"""Figures of which the first round's is shown: between two runs there is no loss that a training has had."""
 MIN_SHARE = 0.15
 """A part of a step is named if it makes at least this share of a difference."""
-
-
-@dataclass(frozen=True)
-class TrialResult:
-    """A trial, and its runs that came to their end, by round."""
-
-    trial: CompareTrial
-    runs: Mapping[int, RunRecord]
-    state: str
-    """done, failed, killed, or not run"""
-    note: str = ""
-    """what became of the latest run that failed, unless its round went well later"""
-    output: str = ""
-    """the file with what that run printed"""
-
-    @classmethod
-    def of(cls, trial: CompareTrial, runs: Sequence[RunRecord]) -> TrialResult:
-        """Collect the runs of a trial from all runs in a folder; the last one of each round counts."""
-        last = {run.round: run for run in runs if run.key == trial.key}
-        done = {number: run for number, run in sorted(last.items()) if run.state == "done"}
-        bad = [run for run in last.values() if run.state != "done"]
-        if not last:
-            return cls(trial, {}, "not run", "not run")
-        if not bad:
-            return cls(trial, done, "done")
-        note = f"{bad[-1].state} in round {bad[-1].round}: {bad[-1].note}"
-        return cls(trial, done, "done" if done else bad[-1].state, note, bad[-1].output)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing is left to measure."""
-        return self.state == "done" and not self.note
-
-    @cached_property
-    def rounds(self) -> dict[int, dict[str, Any]]:
-        """The figures of each run by round, the parts of a step and the start-up among them."""
-        rounds = {}
-        for number, run in self.runs.items():
-            parts = {f"{name}_s": seconds for name, seconds in run.figures.get("parts", {}).items()}
-            # The part called step is the update; step_s is the whole step.
-            rounds[number] = {**parts, "update_s": parts.get("step_s"), "step_s": None, **run.figures}
-            if "first_step_at" in run.figures:
-                # From the launcher's start to the end of the slowest rank's first step.
-                rounds[number]["startup_s"] = run.figures["first_step_at"] - run.began_at
-        return rounds
-
-    def by_round(self, name: str) -> dict[int, float]:
-        """Return a figure of each run that has it."""
-        return {number: figures[name] for number, figures in self.rounds.items() if figures.get(name) is not None}
-
-    def median(self, name: str) -> float | None:
-        """Return the median of a figure over the rounds, or of a `FIRST` one that of the first round."""
-        values = list(self.by_round(name).values())
-        return None if not values else values[0] if name in FIRST else median(values)
-
-    @property
-    def weights(self) -> str | None:
-        """The checksum of the final weights, if all runs ended with the same; else `differ`."""
-        checksums = {run.figures.get("weights") for run in self.runs.values()}
-        return None if not checksums - {None} else checksums.pop() if len(checksums) == 1 else "differ"
-
-    @property
-    def global_batch_size(self) -> int | None:
-        return next((run.figures["work"].get("global_batch_size") for run in self.runs.values()), None)
+Result = TrialResult[CompareTrial]
 
 
 @dataclass(frozen=True)
 class Pair:
     """Two entries with the same variant on as many ranks: the speed of one as a multiple of the other's."""
 
-    one: TrialResult
-    other: TrialResult
+    one: Result
+    other: Result
     speed: Ratio
 
     def verdict(self) -> Verdict:
@@ -166,7 +101,7 @@ class Comparison:
     machine: Mapping[str, Any]
     varied: Sequence[Axis] = ()
     """the axes of `--vary`"""
-    results: Sequence[TrialResult]
+    results: Sequence[Result]
     options: Sequence[str] = ()
     """of the command, as they were typed"""
     warnings: Sequence[str] = ()
@@ -179,7 +114,7 @@ class Comparison:
         Args:
             known: the other fields of a comparison.
         """
-        results = [TrialResult.of(trial, runs) for trial in trials]
+        results = TrialResult.collect(trials, runs)
         warnings = (text for result in results for run in result.runs.values() for text in run.warnings)
         results = [_with_samples(result, results) for result in results]
         return cls(results=results, warnings=list(dict.fromkeys(warnings)), **known)
@@ -196,7 +131,7 @@ class Comparison:
         """All figures by the keys of trials and by name; None: not measured."""
         return {result.trial.key: self._figures_of(result) for result in self.results}
 
-    def _figures_of(self, result: TrialResult) -> dict[str, Any]:
+    def _figures_of(self, result: Result) -> dict[str, Any]:
         rate, step_s, speed_up = result.median("samples_per_s"), result.median("step_s"), self.speed_up(result)
         rates = result.by_round("samples_per_s").values()
         return {
@@ -217,13 +152,13 @@ class Comparison:
             "weights": result.weights,
         }
 
-    def speed_up(self, result: TrialResult) -> float | None:
+    def speed_up(self, result: Result) -> float | None:
         """Return the speed as a multiple of that of the same entry and variant on one rank."""
         bases = (o for o in self.results if o.trial.ranks == 1 and o.trial.series == result.trial.series)
         rounds = [pair for base in bases for pair in _common_rounds(result, base)]
         return ratio(*zip(*rounds, strict=True)).value if rounds else None
 
-    def loss_to_first(self, result: TrialResult) -> float | None:
+    def loss_to_first(self, result: Result) -> float | None:
         """Return the relative difference of the training loss from the first trial's with the same global batch.
 
         None without `--vary`. Steps of another size make another training, whose loss is not comparable.
@@ -236,7 +171,7 @@ class Comparison:
         return loss / first - 1 if loss != first else 0.0
 
     @cached_property
-    def neighbours(self) -> list[tuple[TrialResult, TrialResult]]:
+    def neighbours(self) -> list[tuple[Result, Result]]:
         """The engines among each other, and each other script beside the engine that it uses; both have runs."""
         pairs = []
         for one, other in combinations(self.results, 2):
@@ -306,7 +241,7 @@ def side_of(trial: CompareTrial, run: RunRecord) -> Side:
     return Side(trial.entry.name, trial.ranks, run.figures["work"], trial.variant.label)
 
 
-def _with_samples(result: TrialResult, results: Sequence[TrialResult]) -> TrialResult:
+def _with_samples(result: Result, results: Sequence[Result]) -> Result:
     """Give a script its samples per second: a step has as many samples as one of the job on as many ranks."""
     if result.trial.entry.is_job:
         return result
@@ -326,15 +261,8 @@ def _with_samples(result: TrialResult, results: Sequence[TrialResult]) -> TrialR
     return replace(result, runs=runs)
 
 
-def _common_rounds(one: TrialResult, other: TrialResult) -> list[tuple[float, float]]:
-    """Return the two speeds of each round that both ran in one go, in samples, or else in steps, per second.
-
-    Runs of different goes have hours between them, and perhaps other programs beside them.
-    """
-    ones, others = one.by_round("samples_per_s"), other.by_round("samples_per_s")
-    if not ones or not others:
-        ones, others = (
-            {n: 1 / step_s for n, step_s in result.by_round("step_s").items()} for result in (one, other)
-        )
-    together = [number for number in ones if number in others and one.runs[number].go == other.runs[number].go]
-    return [(ones[number], others[number]) for number in together]
+def _common_rounds(one: Result, other: Result) -> list[tuple[float, float]]:
+    """Return the two speeds of each round that both ran in turn, in samples, or else in steps, per second."""
+    if one.by_round("samples_per_s") and other.by_round("samples_per_s"):
+        return one.in_turn(other, "samples_per_s")
+    return [(other_s, one_s) for one_s, other_s in one.in_turn(other, "step_s")]

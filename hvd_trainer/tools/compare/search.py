@@ -20,8 +20,18 @@ from hvd_trainer.measure.stats import Noise, Ratio, interval_text, ratio
 from hvd_trainer.tools.compare.race import MIN_ROUNDS, Race, Standing
 from hvd_trainer.tools.compare.settings import GROUPS, SCRIPT_UNTRIED, Change, Group, find_changes
 
-Measure = Callable[[str, Mapping[str, Any]], float | None]
-"""From a label and settings to samples per second; None if the job does not run with them."""
+
+class Speed(NamedTuple):
+    """The speed of a run."""
+
+    value: float
+    """samples, or steps, per second"""
+    go: float
+    """when the command began that made it: only runs of one command are pairs"""
+
+
+Measure = Callable[[str, Mapping[str, Any]], Speed | None]
+"""From a label and settings to the speed of a run; None if the job does not run with them."""
 WITHOUT: Mapping[str, Group] = {"without the exchange": "exchange", "without fetching data": "data"}
 AS_IT_IS = "as it is"
 
@@ -68,8 +78,6 @@ class Search:
     """below which a gain is not worth a search, as a fraction"""
     lossy: bool
     """whether gradients may be rounded"""
-    go: Callable[[], float] = lambda: 0.0
-    """when the command began that made the last run: only runs of one command are pairs"""
     noise: Noise = field(default_factory=Noise, init=False)
     result: SearchResult = field(default_factory=SearchResult, init=False)
 
@@ -189,17 +197,23 @@ class Search:
     def _run_round(self, race: Race, settings: Mapping[str, Mapping[str, Any]]) -> None:
         """Run one round of the present settings and the candidates still in the race, in alternating order."""
         everyone = [AS_IT_IS, *race.running]
-        present, speeds, goes = math.nan, dict[str, float | None](), dict[str, float]()
-        for label in everyone[:: -1 if race.held % 2 else 1]:
-            if label == AS_IT_IS:
-                present = self._must_run(label, self.result.settings)
-            else:
-                speeds[label] = self.measure(label, settings[label])
-            goes[label] = self.go()
-        paired = {label for label in speeds if speeds[label] is None or goes[label] == goes[AS_IT_IS]}
-        race.note(present, {label: speed for label, speed in speeds.items() if label in paired})
+        known = {AS_IT_IS: self.result.settings, **settings}
+        speeds = {
+            label: (self._must_run if label == AS_IT_IS else self.measure)(label, known[label])
+            for label in everyone[:: -1 if race.held % 2 else 1]
+        }
+        present = speeds.pop(AS_IT_IS)
+        assert present is not None
+        race.note(
+            present.value,
+            {
+                label: None if speed is None else speed.value
+                for label, speed in speeds.items()
+                if speed is None or speed.go == present.go
+            },
+        )
 
-    def _must_run(self, label: str, settings: Mapping[str, Any]) -> float:
+    def _must_run(self, label: str, settings: Mapping[str, Any]) -> Speed:
         speed = self.measure(label, settings)
         if speed is None:
             raise OptionError(
@@ -213,13 +227,11 @@ class Search:
         pairs: list[tuple[float, float]] = []
         turn = 0
         while len(pairs) < self.rounds:
-            speeds: dict[str, tuple[float, float]] = {}
-            for label in list(both)[:: -1 if turn % 2 else 1]:
-                speeds[label] = self._must_run(label, both[label]), self.go()
+            speeds = {label: self._must_run(label, both[label]) for label in list(both)[:: -1 if turn % 2 else 1]}
             turn += 1
-            if speeds["tuned"][1] == speeds["before"][1]:  # else a stopped command has made one of them
-                pairs.append((speeds["tuned"][0], speeds["before"][0]))
-        self.result.gain = gain = ratio([tuned for tuned, _ in pairs], [before for _, before in pairs])
+            if speeds["tuned"].go == speeds["before"].go:  # else a stopped command has made one of them
+                pairs.append((speeds["tuned"].value, speeds["before"].value))
+        self.result.gain = gain = ratio(*zip(*pairs, strict=True))
         if not gain.is_clear or gain.value < 1:
             self._say(f"not confirmed: {percent(gain.value - 1)} faster in fresh runs ({gain.interval})")
             self.result.settings = {}

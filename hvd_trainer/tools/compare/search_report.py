@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hvd_trainer.config.options import TrainerOptions
+from hvd_trainer.measure.command import LAUNCHER_OF, with_options
 from hvd_trainer.measure.formats import percent
+from hvd_trainer.measure.machine import as_text
 from hvd_trainer.measure.report import Report, Table, Verdict
 from hvd_trainer.measure.stats import METHOD
 from hvd_trainer.tools.compare.search import SearchResult, TriedChange
 from hvd_trainer.tools.compare.settings import GROUPS, as_words, describe
 from hvd_trainer.tools.compare.settings_runner import SearchJob
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, with_options
 from hvd_trainer.utils.text import COMMAND, plural
 
 REORDERS = {"threads", "bucket_mb", "num_groups", "autotune"}
@@ -45,7 +47,7 @@ def write(
     """
     files = []
     command = shlex.join([*COMMAND.split(), "compare", *typed, "--", *job.words])
-    for backend, result in results.items() if not job.is_script else ():
+    for backend, result in results.items() if not job.is_script and job.reads_options else ():
         files.append(folder / f"{backend}.yaml")
         files[-1].write_text(as_yaml(backend, result, job.own, command, machine))
     report = Report(
@@ -58,9 +60,13 @@ def write(
             *(note for backend, result in results.items() for note in notes(backend, result)),
             f"{METHOD}; while searching, with the variance of all candidates pooled, and with Bonferroni's "
             f"correction for their number.",
-            "Machine: " + ", ".join(f"{name} {value}" for name, value in machine.items()) + ".",
+            f"Machine: {as_text(machine)}.",
         ],
-        advice=[line_of(job, backend, result, folder) for backend, result in results.items() if result.settings],
+        advice=[
+            line_of(job, backend, result, folder) if job.reads_options else in_code(backend, result.settings)
+            for backend, result in results.items()
+            if result.settings
+        ],
         data=data_of(results, machine, job.words),
     )
     report.show()
@@ -138,6 +144,17 @@ def line_of(job: SearchJob, backend: str, result: SearchResult, folder: Path) ->
     return f"{launcher[LAUNCHER_OF[backend]]} {shlex.join(words)}"
 
 
+def in_code(backend: str, settings: Mapping[str, Any]) -> str:
+    """Return the settings as they stand in the code of a job that reads no options."""
+    chosen = {"backend": backend, **settings}
+    groups = []
+    for group in fields(TrainerOptions):
+        kind: Any = group.default_factory
+        own = [f"{entry.name}={chosen[entry.name]!r}" for entry in fields(kind) if entry.name in chosen]
+        groups += [f"{group.name}={kind.__name__}({', '.join(own)})"] if own else []
+    return f"TrainerOptions({', '.join(groups)})  # the job reads no options: write these into its code"
+
+
 def as_yaml(
     backend: str, result: SearchResult, own: Mapping[str, Any], command: str, machine: Mapping[str, Any]
 ) -> str:
@@ -150,7 +167,7 @@ def as_yaml(
         command: that found the settings.
         machine: where they were found.
     """
-    said = [f"Found by: {command}", "On: " + ", ".join(f"{name} {value}" for name, value in machine.items())]
+    said = [f"Found by: {command}", f"On: {as_text(machine)}"]
     concluded = verdict(backend, result)
     said += [*notes(backend, result), concluded.text, *concluded.details]
     settings = {name: value for name, value in result.settings.items() if value is not None}

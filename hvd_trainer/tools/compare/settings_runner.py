@@ -10,16 +10,15 @@ from typing import Any
 
 from hvd_trainer.config.parser import read_yaml
 from hvd_trainer.errors import OptionError
-from hvd_trainer.measure.code import digest_of_code, digest_of_files
+from hvd_trainer.measure.command import option_of, option_values
+from hvd_trainer.measure.figures import are_figures
+from hvd_trainer.measure.machine import busy_warning
+from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial, describe_speed
+from hvd_trainer.measure.stale import digest_of_files
+from hvd_trainer.measure.trials import RunRecord, TrialRunner, key_of
 from hvd_trainer.tools.compare.options import CompareOptions
-from hvd_trainer.tools.compare.search import Search, SearchResult
+from hvd_trainer.tools.compare.search import Search, SearchResult, Speed
 from hvd_trainer.tools.compare.settings import as_words, settling_steps
-from hvd_trainer.tools.runner.command import option_of, option_values
-from hvd_trainer.tools.runner.machine import busy_warning
-from hvd_trainer.tools.runner.measured import SAME_NUMBERS, MeasuredTrial, describe_speed
-from hvd_trainer.tools.runner.records import RunRecord, key_of
-from hvd_trainer.tools.runner.step_stats import are_figures
-from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural
 
@@ -29,6 +28,7 @@ FACTS: Mapping[str, Any] = {
     **dict.fromkeys(("world_size", "threads", "workers", "parameters", "parameter_tensors"), int),
     **{
         "on_trainer": bool,
+        "reads_options": bool,
         "device": str,
         "compression": str,
         "in_memory": bool,
@@ -55,22 +55,24 @@ class SearchJob:
     """the options of its `--config`"""
     is_script: bool = True
     """whether it is not built on the Trainer: the settings are options of `run`"""
+    reads_options: bool = True
+    """whether a job on the Trainer reads its options from its command line, and not from its own code"""
 
-    def on_trainer(self) -> SearchJob:
+    def on_trainer(self, *, reads_options: bool) -> SearchJob:
         """Return the job, which is built on the Trainer, with the options of the file that it is typed with.
 
         Raises:
             OptionError: the file cannot be read.
         """
         own: dict[str, Any] = {}
-        for file in option_values(self.words, "--config"):
+        for file in option_values(self.words, "--config") if reads_options else ():
             own |= read_yaml(Path(file))
-        return replace(self, own=own, is_script=False)
+        return replace(self, own=own, is_script=False, reads_options=reads_options)
 
     @property
     def fixed(self) -> set[str]:
         """The options that the job is given, by their names in YAML."""
-        if self.is_script:
+        if self.is_script or not self.reads_options:
             return set()
         given = {option_of(word).removeprefix("--") for word in self.words if word.startswith("--")}
         return {name.removeprefix("no-").replace("-", "_") for name in given} | set(self.own)
@@ -86,8 +88,6 @@ class SettingsRunner:
     conditions: Mapping[str, Any]
     """what the figures depend on besides, such as the machine, versions and code"""
     options: CompareOptions
-    go: float = 0.0
-    """when the command began that made the last run"""
     steps: int = MIN_STEPS
     used: Counter[str] = field(default_factory=Counter)
     """how often each setting was run, by its identity"""
@@ -102,7 +102,7 @@ class SettingsRunner:
         if run.state != "done" or "step_s" not in run.figures:
             raise OptionError(f"The job does not run as it is, on {self.backend}: {self._failure(run)}")
         if run.figures["work"]["on_trainer"]:
-            self.job = self.job.on_trainer()
+            self.job = self.job.on_trainer(reads_options=run.figures["work"]["reads_options"])
         self.steps = min(MAX_STEPS, max(MIN_STEPS, round(self.options.run_s / run.figures["step_s"])))
         return {**run.figures["work"], "cores": len(cpu_ids())}
 
@@ -112,19 +112,14 @@ class SettingsRunner:
             return "it makes too few steps: give it more data, or smaller batches"
         return f"{run.state}, {run.why(self.runner.folder)}"
 
-    def measure(self, label: str, settings: Mapping[str, Any]) -> float | None:
-        """Return the samples per second with these settings; None if the job does not run with them."""
+    def measure(self, label: str, settings: Mapping[str, Any]) -> Speed | None:
+        """Return the speed with these settings; None if the job does not run with them."""
         run = self._run(settings)
-        self.go = run.go
         has_speed = "step_s" in run.figures
         said = describe_speed(run) if has_speed else self._failure(run)
         print(f"{self.backend}, run {self.used.total()}  {label}: {said}", flush=True)
         # Of a script without a DataLoader, samples are not seen.
-        return float(run.figures.get("samples_per_s", 1 / run.figures["step_s"])) if has_speed else None
-
-    def last_go(self) -> float:
-        """Return when the command began that made the last run."""
-        return self.go
+        return Speed(run.figures.get("samples_per_s", 1 / run.figures["step_s"]), run.go) if has_speed else None
 
     def _run(self, settings: Mapping[str, Any]) -> RunRecord:
         warm_up, job = self.options.warmup_steps + settling_steps(settings), self.job
@@ -164,7 +159,7 @@ def search_all(
     runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=_are_figures)
     if text := busy_warning():
         runner.warn(text)
-    known = {**conditions, "code": digest_of_code(job.words), "files": digest_of_files(job.words)}
+    known = {**conditions, "files": digest_of_files(job.words)}
     results = {}
     for backend in backends:
         settings_runner = SettingsRunner(backend, job, runner, known, options)
@@ -179,7 +174,6 @@ def search_all(
             rounds=options.rounds,
             least_gain=options.least_gain,
             lossy=options.lossy,
-            go=settings_runner.last_go,
         ).run()
         job = settings_runner.job
     recorded = (text for run in runner.last.values() for text in run.warnings)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.measure.code import digest_of_code, digest_of_files
+from hvd_trainer.measure.command import LAUNCHER_OF, read_backends
+from hvd_trainer.measure.measured import MeasuredTrial
+from hvd_trainer.measure.stale import digest_of_files
+from hvd_trainer.measure.trials import key_of
 from hvd_trainer.tools.compare.variants import Variant
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, read_backends
-from hvd_trainer.tools.runner.measured import MeasuredTrial
-from hvd_trainer.tools.runner.records import key_of
 from hvd_trainer.utils.text import plural
 
 ENTRIES, RANKS = "engine", "ranks"
@@ -157,14 +157,11 @@ def make_trials(
         conditions: what else decides on their figures: the machine, versions, steps that do not count.
     """
     trials = []
-    # All variants of an entry have the same code.
-    code = {entry: digest_of_code(entry.script or variants[0].words) for entry in entries}
     for ranks, variant, entry in itertools.product(numbers, variants, entries):
         if entry.engine == ("data-parallel" if ranks == 1 else "single"):
             continue
         words = entry.script or variant.words
-        job = variant.identity if entry.script is None else {"words": [*entry.script]}
-        job = {**job, "code": code[entry], "files": digest_of_files(words)}
+        job = {"words": [*words], "files": digest_of_files(words)}
         own = {"entry": entry.name, "engine": entry.engine, "ranks": ranks, "threads": threads, "steps": steps}
         trials.append(
             CompareTrial(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hvd_trainer.config.checks import flag
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.runner.command import option_of
+from hvd_trainer.measure.command import option_of
 
 OWN_OPTION = {
     "ranks": "--np 1,2,4",
@@ -43,8 +42,6 @@ class Variant:
 
     words: tuple[str, ...]
     """the words that follow `python`"""
-    identity: Mapping[str, Any]
-    """tells it from others in plain JSON, however its options were typed"""
     values: Mapping[str, str]
     """by axis, as typed"""
     label: str = ""
@@ -88,7 +85,6 @@ def _make_variant(job: Sequence[str], axes: Sequence[Axis], values: Sequence[str
         words = _replaced(words, axis, value)
     return Variant(
         words=words,
-        identity={"words": list(words)},
         values={axis.name: value for axis, value in pairs},
         label=", ".join(f"{axis.label} {value}" for axis, value in pairs if axis.varies),
     )

@@ -21,19 +21,19 @@ import tyro
 from annotated_types import Ge, Gt
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.command import read_command
 from hvd_trainer.measure.formats import check_installed, to_json
+from hvd_trainer.measure.machine import busy_warning
+from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial
+from hvd_trainer.measure.start import locked_folder
 from hvd_trainer.measure.stats import MIN_ROUNDS, ratio
+from hvd_trainer.measure.trials import in_rounds
 from hvd_trainer.tools.diagnose.actions import Action, find_actions
 from hvd_trainer.tools.diagnose.causes import find_causes
 from hvd_trainer.tools.diagnose.evidence import NO_EXCHANGE, NORMAL
 from hvd_trainer.tools.diagnose.flame_graph import render, speedscope
 from hvd_trainer.tools.diagnose.report import Report, Tried, as_json, describe_tried, sentences, show
 from hvd_trainer.tools.diagnose.trials import WARMUP_STEPS, Trials, plan_variants
-from hvd_trainer.tools.runner.command import read_command
-from hvd_trainer.tools.runner.folder import locked_folder
-from hvd_trainer.tools.runner.machine import busy_warning
-from hvd_trainer.tools.runner.measured import SAME_NUMBERS, MeasuredTrial
-from hvd_trainer.tools.runner.trial_runner import in_rounds
 from hvd_trainer.utils.text import plural
 
 FIRST_STEPS = 40

@@ -12,8 +12,8 @@ from statistics import mean
 
 import psutil
 
+from hvd_trainer.measure.machine import cpu_control_groups, read_text
 from hvd_trainer.tools.diagnose.profile import RankProfile
-from hvd_trainer.tools.runner.machine import cpu_control_groups, read_text
 
 MIN_CORES = 0.1
 """Cores that a program must have used to be named."""

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from hvd_trainer.measure.machine import read_text
 from hvd_trainer.tools.diagnose.evidence import Evidence
 from hvd_trainer.tools.diagnose.profile import RankProfile
-from hvd_trainer.tools.runner.machine import read_text
 from hvd_trainer.utils.text import plural
 
 MIN_ANOMALY, MIN_FLOAT64 = 0.01, 0.01

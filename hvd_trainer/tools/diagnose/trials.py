@@ -11,16 +11,15 @@ from typing import Any
 import psutil
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.jobs.all_reduce import all_reduce_trial
+from hvd_trainer.measure.measured import MeasuredTrial
+from hvd_trainer.measure.trials import RunRecord, Trial, TrialRunner
 from hvd_trainer.tools.diagnose.causes import MIN_SHARE, OF_THE_MACHINE, find_causes, quiet_s
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, ONE_THREAD, TWICE, Evidence, Line
 from hvd_trainer.tools.diagnose.lone import mark_lone
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch, other_cores
 from hvd_trainer.tools.diagnose.own_code import of_collectives
 from hvd_trainer.tools.diagnose.profile import WAITING, RankProfile, merge, read_profiles
-from hvd_trainer.tools.runner.all_reduce import all_reduce_trial
-from hvd_trainer.tools.runner.measured import MeasuredTrial
-from hvd_trainer.tools.runner.records import RunRecord
-from hvd_trainer.tools.runner.trial_runner import Trial, TrialRunner
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural
 

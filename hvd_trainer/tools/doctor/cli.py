@@ -20,6 +20,7 @@ from functools import partial
 
 from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import first_line
+from hvd_trainer.measure.start import exit_on_sigterm
 from hvd_trainer.tools.doctor import gpus, hosts, launchers, machine, network, software
 from hvd_trainer.tools.doctor.context import Context, Host, Options, Programs, look_up, read_hosts, run_probe
 from hvd_trainer.tools.doctor.findings import (
@@ -31,7 +32,6 @@ from hvd_trainer.tools.doctor.findings import (
     print_findings,
     summary,
 )
-from hvd_trainer.tools.runner.processes import exit_on_sigterm
 from hvd_trainer.utils.process import start_in_thread
 from hvd_trainer.utils.text import COMMAND
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.horovod_build.facts import Facts
+from hvd_trainer.jobs.all_reduce import JOB, LARGE, SMALL, all_reduce_trial
+from hvd_trainer.measure.command import LAUNCHER_OF
+from hvd_trainer.measure.machine import threads_per_rank
+from hvd_trainer.measure.trials import TrialRunner
 from hvd_trainer.tools.doctor.findings import Finding, error, ok
-from hvd_trainer.tools.runner.all_reduce import JOB, LARGE, SMALL, all_reduce_trial
-from hvd_trainer.tools.runner.command import LAUNCHER_OF
-from hvd_trainer.tools.runner.machine import threads_per_rank
-from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 RANKS, RUN_TIMEOUT_S = 2, 120.0

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
+from hvd_trainer.measure.machine import cpu_control_groups, read_text
 from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.findings import Finding, error, ok, size, warning
-from hvd_trainer.tools.runner.machine import cpu_control_groups, read_text
 from hvd_trainer.utils.files import default_data_dir
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural

@@ -14,13 +14,13 @@ from typing import Annotated
 from annotated_types import Ge, Gt
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.command import read_command
+from hvd_trainer.measure.machine import threads_per_rank
+from hvd_trainer.measure.start import locked_folder
+from hvd_trainer.measure.trials import TrialRunner
 from hvd_trainer.tools.parity.comparison import Pair
 from hvd_trainer.tools.parity.report import print_report
 from hvd_trainer.tools.parity.traced_runs import parse_engines, trace_all
-from hvd_trainer.tools.runner.command import read_command
-from hvd_trainer.tools.runner.folder import locked_folder
-from hvd_trainer.tools.runner.machine import threads_per_rank
-from hvd_trainer.tools.runner.trial_runner import TrialRunner
 
 RUNS_FOLDER = "parity-runs"
 """The folder in --out in which runs are made and removed: of what else is in --out nothing is touched."""

@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from hvd_trainer.config.checks import flag
+from hvd_trainer.measure.equal_work import ASPECTS
 from hvd_trainer.tools.parity.tensors import (
     NONE,
     Finding,
@@ -27,7 +28,6 @@ from hvd_trainer.tools.parity.tensors import (
 )
 from hvd_trainer.tools.parity.tolerance import Tolerance, expected_tolerance
 from hvd_trainer.tools.parity.traces import Moment, Trace
-from hvd_trainer.tools.runner.equal_work import ASPECTS
 from hvd_trainer.utils.text import plural
 
 MAX_EVALUATION_ROUNDING = 1e-5

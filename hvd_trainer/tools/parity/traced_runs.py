@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.command import read_backends
+from hvd_trainer.measure.measured import MeasuredTrial
+from hvd_trainer.measure.trials import RunRecord, TrialRunner
 from hvd_trainer.tools.parity.traces import Trace, read_trace
-from hvd_trainer.tools.runner.command import read_backends
-from hvd_trainer.tools.runner.measured import MeasuredTrial
-from hvd_trainer.tools.runner.records import RunRecord
-from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.utils.text import plural
 
 ENGINES = ("horovod", "ddp", "single")

@@ -26,10 +26,10 @@ from hvd_trainer.errors import BackendError, LaunchError
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, wait_for_launcher
 from hvd_trainer.launch.launchers import CHOICE, without_ranks
 from hvd_trainer.launch.world import detect, may_be_first
+from hvd_trainer.measure.command import option_values, read_command
 from hvd_trainer.measure.message import BACKEND
 from hvd_trainer.tools.run.descendants import run_guarded
 from hvd_trainer.tools.run.local_ranks import run_ranks
-from hvd_trainer.tools.runner.command import option_values, read_command
 from hvd_trainer.utils.import_hooks import ImportHooks
 from hvd_trainer.utils.text import COMMAND, INSTALL_HOROVOD
 

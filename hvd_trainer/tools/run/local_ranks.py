@@ -12,9 +12,9 @@ import psutil
 
 from hvd_trainer.faults.failure_report import GRACE_S
 from hvd_trainer.launch.launchers import without_ranks
+from hvd_trainer.measure.start import exit_on_sigterm
 from hvd_trainer.rendezvous.store_client import rank_environment, serve_store
 from hvd_trainer.tools.run.descendants import Orphans
-from hvd_trainer.tools.runner.processes import exit_on_sigterm
 from hvd_trainer.training.job import MESSAGE_GRACE_S, USER_ERROR
 
 POLL_S = 0.02

@@ -17,9 +17,9 @@ from hvd_trainer.backends.script_session import ScriptSession
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.launch.launchers import TORCH_NAMES, choose_launcher
 from hvd_trainer.launch.world import detect, rank_variables
+from hvd_trainer.measure.command import option_values
 from hvd_trainer.measure.message import SITE, Message
 from hvd_trainer.tools.run import engines
-from hvd_trainer.tools.runner.command import option_values
 from hvd_trainer.training.job import run_and_end
 from hvd_trainer.utils.execute import execute, finish_threads_and_handlers
 from hvd_trainer.utils.import_hooks import ImportHooks

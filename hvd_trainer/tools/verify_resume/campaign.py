@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,12 +22,13 @@ from typing import Any, NamedTuple
 
 from hvd_trainer.errors import LaunchError, OptionError
 from hvd_trainer.measure.after_steps import MARK
+from hvd_trainer.measure.failure_reason import why_no_step
+from hvd_trainer.measure.figures import RANKS_DIFFER
+from hvd_trainer.measure.measured import MeasuredTrial
+from hvd_trainer.measure.own_files import describe_outside, in_own_folder, written_outside
+from hvd_trainer.measure.report import Report, Verdict
+from hvd_trainer.measure.start import find_processes, launched
 from hvd_trainer.measure.steps import FIRST_STEP
-from hvd_trainer.tools.runner.failure_reason import why_no_step
-from hvd_trainer.tools.runner.measured import MeasuredTrial
-from hvd_trainer.tools.runner.own_files import describe_outside, in_own_folder, read_outside
-from hvd_trainer.tools.runner.processes import find_processes, launched
-from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER
 from hvd_trainer.utils.text import plural
 
 END_S, AFTER_KILL_S, SETTLE_S, POLL_S = 3600.0, 180.0, 45.0, 0.005
@@ -74,7 +76,7 @@ class Script:
                 raise _error(f"had not ended after {END_S:g} s", output) from None
         if code != 0:
             raise _error(f"ended with code {code}", output)
-        for path in read_outside(place.parent):
+        for path in written_outside(place.parent):
             print(f"warning: {describe_outside(path)}", file=sys.stderr, flush=True)
         figures = trial.read(place)
         if figures is None:
@@ -118,8 +120,39 @@ def _error(what: str, output: Path) -> LaunchError:
     return LaunchError(f"The job {what}:\n{output.read_text(errors='replace')[-2000:]}")
 
 
-def verify(script: Script, *, kills: int, draw: random.Random, folder: Path) -> int:
-    """Run a script undisturbed and with kills, print what happened, and return 0 if both trained the same weights.
+class Campaign(NamedTuple):
+    """What the undisturbed run and the killed one have shown."""
+
+    kills: Sequence[Killed]
+    recoveries_s: Sequence[float]
+    """from each start after a kill to the end of its first step"""
+    last_steps: int
+    """that were left after the last kill"""
+    same: bool
+    """whether both have trained the same weights"""
+
+    def report(self, job: Sequence[str]) -> Report:
+        """Return what it proves."""
+        verdict = Verdict("final weights: the same, to the last bit", "sure")
+        if not self.same:
+            verdict = Verdict("final weights: other ones than in the undisturbed run", "failed")
+        verdicts, left = [verdict], sum(killed.left for killed in self.kills)
+        if left:
+            verdicts.append(Verdict(f"left behind: {plural(left, 'process', 'processes')}", "failed"))
+        recovery = f"median {median(self.recoveries_s):.1f} s, maximum {max(self.recoveries_s):.1f} s"
+        return Report(
+            title="Killed and resumed",
+            subject=shlex.join(job),
+            verdicts=verdicts,
+            notes=[
+                f"after the last kill: {plural(self.last_steps, 'step')} to the end",
+                f"recovery, from a start to its first step: {recovery}",
+            ],
+        )
+
+
+def verify(script: Script, *, kills: int, draw: random.Random, folder: Path) -> Campaign:
+    """Run a script undisturbed and with kills, and print each kill.
 
     Raises:
         LaunchError: the script fails without a kill, or does not resume.
@@ -133,27 +166,19 @@ def verify(script: Script, *, kills: int, draw: random.Random, folder: Path) -> 
         raise OptionError(f"--kills {kills}: the script makes {plural(steps, 'step')} only")
     at_launcher = [number % 2 == 1 for number in range(kills)]
     draw.shuffle(at_launcher)
-    starts_s, left = [], 0
+    killed = []
     for number, launcher in enumerate(at_launcher, 1):
         rank, step = draw.randrange(script.ranks), draw.randrange((limit + 1) // 2, limit + 1)
-        killed = script.kill(folder / "killed" / f"start-{number}", rank, step, launcher=launcher)
-        starts_s.append(killed.first_step_s)
-        left += killed.left
+        killed.append(script.kill(folder / "killed" / f"start-{number}", rank, step, launcher=launcher))
         who = "the launcher" if launcher else f"rank {rank}"
         print(f"kill {number}: {who}, {plural(step, 'step')} after the start", flush=True)
     disturbed, last_s = script.finish(folder / "killed" / f"start-{kills + 1}")
-    again, recoveries_s = disturbed["work"]["steps"], [*starts_s[1:], last_s]
-    print(f"after the last kill: {plural(again, 'step')} to the end")
+    again = disturbed["work"]["steps"]
     if again >= steps:
         raise LaunchError(
             f"The script does not resume: started again after {plural(kills, 'kill')}, it made all "
             f"{plural(steps, 'step')} anew. Let it save every {plural((limit + 1) // 2, 'step')} at least (or "
             f"train longer, or type fewer --kills), and load at its start what it has saved"
         )
-    print(f"recovery, from a start to its first step: median {median(recoveries_s):.1f} s, ", end="")
-    print(f"maximum {max(recoveries_s):.1f} s")
     same = disturbed["weights"] == undisturbed["weights"] != RANKS_DIFFER
-    print(f"final weights: {'the same, to the last bit' if same else 'other ones than in the undisturbed run'}")
-    if left:
-        print(f"left behind: {plural(left, 'process', 'processes')}")
-    return int(not same or left > 0)
+    return Campaign(killed, [*(its.first_step_s for its in killed[1:]), last_s], again, same)

@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from hvd_trainer.tools.runner.command import read_command
+from hvd_trainer.measure.command import read_command
+from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.tools.verify_resume.campaign import Script, verify
 
 
@@ -48,10 +49,14 @@ def main(argv: Sequence[str]) -> int:
         LaunchError: the script fails without a kill, or does not resume.
     """
     options, job = read_command("verify-resume", Options, argv)
+    check_installed("rich")
     folder = Path(tempfile.mkdtemp(prefix="hvd_trainer-verify-"))
     script = Script(job, options.backend, options.np)
     try:
-        return verify(script, kills=options.kills, draw=random.Random(options.seed), folder=folder)
+        campaign = verify(script, kills=options.kills, draw=random.Random(options.seed), folder=folder)
+        report = campaign.report(job)
+        report.show()
+        return int(report.has_failed)
     finally:
         if options.keep:
             print(f"both runs are in {folder}")

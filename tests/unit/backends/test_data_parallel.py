@@ -12,9 +12,9 @@ from trainings import options_of
 
 from hvd_trainer import BackendError, OptionError, TensorData, Trainer, backends
 from hvd_trainer.backends.data_parallel import DataParallelBackend
+from hvd_trainer.measure import measured
 from hvd_trainer.tools.compare.trials import make_trials, read_entries
 from hvd_trainer.tools.compare.variants import make_variants
-from hvd_trainer.tools.runner import measured
 
 JOB = ("-m", "hvd_trainer.mnist")
 

@@ -123,6 +123,10 @@ def test_pickles_are_read_by_allowed_modules_only() -> None:
     assert not [name for name in reading if not allowed.fullmatch(name)]
 
 
+TOOLS_ONLY = {
+    *("scipy", "rich", "jinja2"),
+    *(f"hvd_trainer.measure.{name}" for name in ("start", "trials", "figures", "stats", "report")),
+}
 NOT_AT_THE_START = {"horovod", "torchvision", "tensorboard", "pooch", "requests", "tokenizers"}
 
 
@@ -135,6 +139,11 @@ NOT_AT_THE_START = {"horovod", "torchvision", "tensorboard", "pooch", "requests"
         ("hvd_trainer.mnist", {"torch", "horovod", "tyro"}),
         ("hvd_trainer.imdb", {"torch", "horovod", "tyro"}),
         ("hvd_trainer.c10d", {"horovod", "tyro"}),
+        # What the tools stand on is no part of a job: it takes from measure what records it.
+        (
+            "hvd_trainer.training.trainer",
+            TOOLS_ONLY,
+        ),
         # What a job may need later is imported then: each of these would delay every start.
         *((f"hvd_trainer.jobs.{job}", NOT_AT_THE_START) for job in ("mnist", "imdb")),
     ],

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from compared import compared, only, run_of, trials_of, unseen
-from matplotlib.figure import Figure
 from pages import open_page
 
-from hvd_trainer.tools.compare import heat_map, report
-from hvd_trainer.tools.compare.plots import draw_speed
-from hvd_trainer.tools.compare.result import Comparison, TrialResult
-from hvd_trainer.tools.runner.records import RunRecord
+from hvd_trainer.measure.results import TrialResult
+from hvd_trainer.measure.trials import RunRecord
+from hvd_trainer.tools.compare import report
+from hvd_trainer.tools.compare.plots import draw_heat_map, draw_speed, inner_axes, panels_of
+from hvd_trainer.tools.compare.result import Comparison
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_results_have_medians_and_the_loss_beside_the_first() -> None:
 def test_last_run_of_a_round_counts() -> None:
     trials = trials_of(ranks="1,2,3", stages="1,2")
     failed = RunRecord(trials[0].identity, 1, "failed", 1.0, "out of memory")
-    its = TrialResult.of(trials[0], [failed])
+    its, *_ = TrialResult.collect(trials, [failed])
     assert (its.state, its.note) == ("failed", "failed in round 1: out of memory")
     its, *others = compared(trials, [failed, run_of(trials[0])], stages="1,2").results
     assert (its.state, its.note) == ("done", "")
@@ -235,42 +235,29 @@ def test_report_names_trials_without_figures(capsys: pytest.CaptureFixture[str],
     assert (tmp_path / "comparison.html").read_text() == page
 
 
-def test_long_heading_stays_in_the_picture() -> None:
-    """It was cut at both ends."""
-    figure = Figure(figsize=(4.5, 2.6))
-    heat_map.set_heading(figure, "imdb --d-model 512 --d-hid 2048 --sequence-length 64, batch size 16, " * 3)
-    place = figure.texts[0].get_window_extent()
-    assert place.x0 > 0
-    assert place.x1 < figure.bbox.width
-    assert figure.get_figheight() > 2.6
-
-
-def test_heat_maps_have_a_panel_for_ranks_and_stages(tmp_path: Path) -> None:
+def test_heat_map_has_a_panel_for_ranks_and_stages() -> None:
     comparison = grid()
-    across, up = heat_map.inner_axes(comparison.axes)
+    across, up = inner_axes(comparison.axes)
     assert (across.name, up.name) == ("chunks", "batch_size")
-    panels = heat_map.panels_of(comparison.results, comparison.axes, across, up)
+    panels = panels_of(comparison.results, comparison.axes, across, up)
     assert list(panels) == [f"ranks {r}, stages {s}" for r in (1, 2) for s in (1, 2)]
     assert [len(results) for results in panels.values()] == [4] * 4
-    files, element = heat_map.write(comparison, heat_map.QUANTITIES[0], "a heading", tmp_path)
-    assert ("a heading" in element, element.startswith("<svg")) == (False, True)
-    assert [file.name for file in files] == ["throughput.png", "throughput.svg"]
-    assert files[0].read_bytes().startswith(b"\x89PNG")
-    drawn = files[1].read_text()
+    (picture,) = draw_heat_map(comparison)
+    assert picture.svg.startswith("<svg")
     for its in comparison.results:
         rate = its.median("samples_per_s")
-        assert rate is None or f">{rate:,.0f}<" in drawn
-    for text in ("a heading", "failed", "batch size", "throughput, samples/s"):
-        assert f">{text}<" in drawn
-    assert "<pattern" in drawn  # the hatching
-    assert heat_map.write(comparison, heat_map.QUANTITIES[1], "no figures", tmp_path) == ([], "")
+        assert rate is None or f">{rate:,.0f}<" in picture.svg
+    for text in ("failed", "batch size", "throughput, samples/s"):
+        assert f">{text}<" in picture.svg
+    assert "<pattern" in picture.svg  # the hatching
+    assert draw_heat_map(compared(trials_of(ranks="1,2"), [])) == []
 
 
 def test_heat_maps_of_other_axes() -> None:
     """The memory of a model: no chunks, no batch sizes."""
     axes = {"precision": "fp32,bf16", "shard": "none,optimizer,full"}
     trials = trials_of(ranks="2", backends="ddp,horovod", **axes)
-    across, up = heat_map.inner_axes(compared(trials, [], **axes).axes)
+    across, up = inner_axes(compared(trials, [], **axes).axes)
     assert (across.name, up.name) == ("shard", "precision")
-    across, up = heat_map.inner_axes(compared(trials_of(ranks="1,2"), []).axes)
+    across, up = inner_axes(compared(trials_of(ranks="1,2"), []).axes)
     assert (across.name, up.name) == ("ranks", "")

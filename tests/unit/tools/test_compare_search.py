@@ -14,13 +14,11 @@ import yaml
 from hvd_trainer import OptionError
 from hvd_trainer.measure.stats import Noise
 from hvd_trainer.tools.compare import search_report
-from hvd_trainer.tools.compare.options import CompareOptions
 from hvd_trainer.tools.compare.race import Race
-from hvd_trainer.tools.compare.search import AS_IT_IS, Search, SearchResult
+from hvd_trainer.tools.compare.search import AS_IT_IS, Search, SearchResult, Speed
 from hvd_trainer.tools.compare.search_report import as_yaml, line_of, verdict
 from hvd_trainer.tools.compare.settings import as_words, find_changes, settling_steps
-from hvd_trainer.tools.compare.settings_runner import SearchJob, search_all
-from hvd_trainer.tools.runner.trial_runner import Trial, TrialRunner
+from hvd_trainer.tools.compare.settings_runner import SearchJob
 
 FACTS = {
     "device": "cpu",
@@ -142,7 +140,12 @@ def search(
     measure: Any, fixed: Any = (), *, rounds: int = 3, least_gain: float = 0.02, lossy: bool = False, **facts: Any
 ) -> SearchResult:
     settings: dict[str, Any] = {"rounds": rounds, "least_gain": least_gain, "lossy": lossy}
-    return Search("ddp", FACTS | facts, fixed, measure, **settings).run()
+
+    def run(label: str, settings: Mapping[str, Any]) -> Speed | None:
+        speed = measure(label, settings)
+        return None if speed is None else Speed(speed, 0.0)
+
+    return Search("ddp", FACTS | facts, fixed, run, **settings).run()
 
 
 def searched(
@@ -247,17 +250,9 @@ def test_search_seldom_takes_noise_for_a_gain() -> None:
 
 def test_search_pairs_runs_of_one_go_only() -> None:
     """A search that was stopped between the runs of a round goes on on a machine that is half as fast by then."""
-    goes = {"now": 0.0}
-    speeds = iter([1000.0, *[500.0] * 99])
-    ran = []
-
-    def measure(label: str, settings: Mapping[str, Any]) -> float:
-        ran.append(label)
-        goes["now"] = float(len(ran) > 1)
-        return next(speeds)
-
+    speeds = iter([Speed(1000.0, 0.0), *[Speed(500.0, 1.0)] * 99])
     facts = FACTS | {"in_memory": True, "world_size": 1}
-    search_ = Search("ddp", facts, (), measure, 3, 0.02, lossy=False, go=lambda: goes["now"])
+    search_ = Search("ddp", facts, (), lambda label, settings: next(speeds), 3, 0.02, lossy=False)
     tried = {change.label: change.standing for change in search_.run().tried}
     assert {standing.speed for standing in tried.values()} == {1.0}
 
@@ -298,9 +293,23 @@ def test_as_yaml_keeps_the_options_of_the_jobs_file() -> None:
 def test_unreadable_config_of_the_job_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("- a list\n")
     with pytest.raises(OptionError, match="should hold lines such as"):
-        SearchJob(("-m", "hvd_trainer.mnist", "--config", str(tmp_path / "own.yaml")), 2).on_trainer()
+        SearchJob(("job.py", "--config", str(tmp_path / "own.yaml")), 2).on_trainer(reads_options=True)
     with pytest.raises(OptionError, match="cannot be read"):
-        SearchJob(("-m", "hvd_trainer.mnist", f"--config={tmp_path}/none.yaml"), 2).on_trainer()
+        SearchJob(("job.py", f"--config={tmp_path}/none.yaml"), 2).on_trainer(reads_options=True)
+
+
+def test_settings_of_a_job_that_reads_no_options_go_into_its_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was to be started with --config, which it does not take; its own --config is none of the Trainer's."""
+    helps, _ = searched(BOUNDS | {"--bucket-mb 4": 1.2, "--threads 1": 1.1})
+    job = SearchJob(("train.py", "--config", "none.yaml", "--threads", "9"), 2).on_trainer(reads_options=False)
+    assert (job.fixed, job.own) == (set(), {})
+    search_report.write({"ddp": helps}, job, tmp_path, machine={}, warnings=[], typed=["--search"])
+    said = capsys.readouterr().out
+    assert "Type: TrainerOptions(engine=EngineOptions(backend='ddp', threads=1, bucket_mb=4))" in said
+    assert "ddp.yaml" not in said
+    assert not (tmp_path / "ddp.yaml").exists()
 
 
 def test_report_of_a_search_has_what_to_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,22 +336,3 @@ def test_report_of_a_search_has_what_to_type(tmp_path: Path, capsys: pytest.Capt
     assert "99.2 %" in out, "of the six candidates' exchange"
     assert json.loads(texts[1])["backends"]["ddp"]["settings"] == {"bucket_mb": 4}
     assert yaml.safe_load((tmp_path / "ddp.yaml").read_text()) == {"backend": "ddp", "bucket_mb": 4}
-
-
-def test_search_repeats_runs_of_changed_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It took an edited module for the one that it had measured."""
-    identities = []
-
-    def refuse(runner: TrialRunner, trial: Trial, round_: int) -> None:
-        identities.append(trial.identity)
-        raise OptionError("refused")
-
-    monkeypatch.setattr(TrialRunner, "run", refuse)
-    (tmp_path / "job.py").write_text("import model\n")
-    job = SearchJob((str(tmp_path / "job.py"),), 2)
-    for text in ("", "changed = True\n"):
-        (tmp_path / "model.py").write_text(text)
-        with pytest.raises(OptionError, match="refused"):
-            search_all(job, ["ddp"], tmp_path, {}, CompareOptions())
-    assert identities[0] != identities[1]
-    assert identities[0] == {**identities[1], "code": identities[0]["code"]}

@@ -12,17 +12,16 @@ import pytest
 from compared import FIGURES, JOB, WORK, only, run_of, trials_of
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.measure import formats
+from hvd_trainer.measure import formats, machine
+from hvd_trainer.measure.equal_work import Side, differences, refuse_unequal
 from hvd_trainer.measure.message import Message
+from hvd_trainer.measure.start import Start
 from hvd_trainer.tools.compare import cli
 from hvd_trainer.tools.compare.options import CompareOptions
 from hvd_trainer.tools.compare.result import side_of
 from hvd_trainer.tools.compare.trials import CompareTrial
 from hvd_trainer.tools.compare.variants import make_variants, read_axes
 from hvd_trainer.tools.parity.traced_runs import TracedTrial
-from hvd_trainer.tools.runner import machine, trial_runner
-from hvd_trainer.tools.runner.equal_work import Side, differences, refuse_unequal
-from hvd_trainer.tools.runner.processes import Start
 
 
 @pytest.mark.parametrize(
@@ -64,28 +63,22 @@ def test_trial_key_is_that_of_its_words_and_conditions() -> None:
     assert json.loads(plain.key) == plain.identity
 
 
-def test_trial_key_depends_on_the_code_that_runs(tmp_path: Path) -> None:
-    """After an edit of the script, of a module that it imports, or of its --config, all is measured anew."""
-    script, baseline, own = tmp_path / "train.py", tmp_path / "plain.py", tmp_path / "own.yaml"
-    baseline.write_text("import model\n")
-    files = [(script, "import model\n"), (tmp_path / "model.py", "width = 8\n"), (own, "lr: 0.1\n")]
+def test_trial_key_depends_on_files_among_the_words_and_on_the_package(tmp_path: Path) -> None:
+    """After an edit of its --config all is measured anew; what else a run has read, its record says."""
+    script, own = tmp_path / "train.py", tmp_path / "own.yaml"
+    baseline = f"ddp {script} --name 'a b'"
 
-    def keys() -> list[str]:
-        trials = trials_of(f"--config={own}", job=[str(script)], baselines=[f"ddp {baseline} --name 'a b'"])
+    def keys(text: str) -> list[str]:
+        own.write_text(text)
+        script.touch()
+        trials = trials_of(f"--config={own}", job=[str(script)], baselines=[baseline])
         assert trials[1].job[-1] == "a b"
         return [trial.key for trial in trials]
 
-    for file, text in files:
-        file.write_text(text)
-    before = keys()
-    for file, text in files:
-        file.write_text(f"{text}# edited\n")
-        job, plain = keys()
-        assert job != before[0]
-        assert (plain != before[1]) == (file.name == "model.py")
-        file.write_text(text)
-    assert keys() == before
-    for name in ("host", "cpu"):
+    before, after = keys("lr: 0.1"), keys("lr: 0.2")
+    assert (before[0] != after[0], before[1] == after[1]) == (True, True)
+    assert keys("lr: 0.1") == before
+    for name in ("host", "cpu", "package"):
         assert name in machine.conditions(machine.describe_machine()), "another machine measures anew"
 
 
@@ -167,7 +160,7 @@ def test_measure_repeats_killed_runs_but_not_failed_ones(monkeypatch: pytest.Mon
         cli.measure(trials, tmp_path, CompareOptions(**options))
         return started
 
-    monkeypatch.setattr(trial_runner, "run_to_end", start_nothing)
+    monkeypatch.setattr("hvd_trainer.measure.trials.run_to_end", start_nothing)
     monkeypatch.setattr(CompareTrial, "read", lambda *_: FIGURES)
     assert measure(rounds=2) == [1, 2, 4, 8, 8, 1]
     ends[4] = 0
@@ -184,7 +177,7 @@ def test_compare_refuses_to_go_on_after_unequal_work(monkeypatch: pytest.MonkeyP
     """Many tutorials scale the rate on Horovod alone: their Horovod trains another model than their DDP."""
     trials, options = trials_of(ranks="2", backends="horovod,ddp"), CompareOptions(rounds=1)
     rates = {"horovod": [[0.004, 235]], "ddp": [[0.002, 235]]}
-    monkeypatch.setattr(trial_runner, "run_to_end", lambda *_, **__: 0)
+    monkeypatch.setattr("hvd_trainer.measure.trials.run_to_end", lambda *_, **__: 0)
     monkeypatch.setattr(
         CompareTrial, "read", lambda trial, _: FIGURES | {"work": WORK | {"rates": rates[trial.entry.name]}}
     )
@@ -202,7 +195,7 @@ def test_compare_without_training_says_that_it_failed(
         output.touch()
         return 0
 
-    monkeypatch.setattr(trial_runner, "run_to_end", start_nothing)
+    monkeypatch.setattr("hvd_trainer.measure.trials.run_to_end", start_nothing)
     options = ["--np", "1", "--backend", "single", "--rounds", "1", "--out", str(tmp_path / "out")]
     assert cli.main([*options, "--", str(tmp_path / "job.py")]) == 1
     out = capsys.readouterr().out

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 from pages import open_page
 
-from hvd_trainer.measure import stacks
+from hvd_trainer.measure import machine, stacks
+from hvd_trainer.measure.command import with_options
+from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.stack_record import (
     CallCount,
     Frame,
@@ -36,9 +38,6 @@ from hvd_trainer.tools.diagnose.profile import RankProfile, read_profiles, role_
 from hvd_trainer.tools.diagnose.report import Report, Tried, describe_tried, sentences
 from hvd_trainer.tools.diagnose.switches import find_switches
 from hvd_trainer.tools.diagnose.trials import Trials, plan_variants
-from hvd_trainer.tools.runner import machine
-from hvd_trainer.tools.runner.command import with_options
-from hvd_trainer.tools.runner.measured import MeasuredTrial
 
 FACTS = {
     **{"batch_size": 32, "threads": 1, "device": "cpu", "in_memory": False, "workers": 0, "passes": 1},

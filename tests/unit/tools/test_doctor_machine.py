@@ -17,10 +17,10 @@ from doctor_checks import ONE, PAIR, SMI_FAILS, plant_package, plant_program, ru
 
 from hvd_trainer.horovod_build import facts
 from hvd_trainer.horovod_build.facts import Facts, Gpu, HorovodFacts, TorchFacts, parse_facts
+from hvd_trainer.measure import machine as runner_machine
 from hvd_trainer.tools.doctor import machine
 from hvd_trainer.tools.doctor.gpus import describe_links, has_code, read_links
 from hvd_trainer.tools.doctor.machine import cpu_quota, file_system, num_cores
-from hvd_trainer.tools.runner import machine as runner_machine
 from hvd_trainer.utils.files import default_data_dir
 
 # Python and its packages; what the probe prints.

@@ -19,10 +19,10 @@ from doctor_checks import TORCH, run_checks
 from hvd_trainer.backends import EngineOptions, create
 from hvd_trainer.errors import BackendError, LaunchError
 from hvd_trainer.horovod_build.facts import Facts, Gpu, HorovodFacts, TorchFacts
+from hvd_trainer.jobs import all_reduce
 from hvd_trainer.tools.doctor import cli, engines
 from hvd_trainer.tools.doctor.context import Context, Programs
 from hvd_trainer.tools.doctor.findings import Finding, error, ok, print_findings, summary, warning
-from hvd_trainer.tools.runner import all_reduce
 from hvd_trainer.utils.process import start_in_thread
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from hvd_trainer.measure.failure_reason import why_it_failed
+from hvd_trainer.measure.own_files import MAX_FILES, in_own_folder
 from hvd_trainer.measure.stack_record import describe_frame
-from hvd_trainer.tools.runner.failure_reason import why_it_failed
-from hvd_trainer.tools.runner.folder import running
-from hvd_trainer.tools.runner.own_files import MAX_FILES, in_own_folder
-from hvd_trainer.tools.runner.processes import Start, run_to_end
-from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner
+from hvd_trainer.measure.start import Start, run_to_end, running
+from hvd_trainer.measure.trials import JobTrial, TrialRunner
 
 OLD_S = 1e9
 """Long ago, in seconds since 1970."""
@@ -142,6 +141,18 @@ def test_a_write_outside_is_named_once(user: Path, capsys: pytest.CaptureFixture
     assert said.count("warning") == 1
     assert f"the job writes to {new}, which all trials have in common" in said
     assert "Write {folder} where it is told that path" in said
+
+
+@pytest.mark.parametrize("inner", ["", "project"])
+def test_temporary_files_are_no_writes_outside(
+    user: Path, inner: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the tool is started in the folder of temporary files itself, or in one that is in it."""
+    monkeypatch.setenv("TMPDIR", str(user.parent))
+    monkeypatch.chdir(user.parent / inner)
+    code = "import tempfile; tempfile.mkstemp(); open(tempfile.gettempdir() + '/elsewhere.txt', 'a').write('x')"
+    assert TrialRunner(user / "out").run(trial_of(code, 1)).state == "done"
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

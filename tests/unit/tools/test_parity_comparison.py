@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.formats import to_json
 from hvd_trainer.measure.message import Message
+from hvd_trainer.measure.start import Start
 from hvd_trainer.measure.trace_format import KEPT_BYTES, draws, sample_checksums, stride, subsample
+from hvd_trainer.measure.trials import RunRecord
 from hvd_trainer.tools.parity import cli, fits
 from hvd_trainer.tools.parity.causes import find_causes, known_causes
 from hvd_trainer.tools.parity.comparison import Pair
@@ -39,9 +41,6 @@ from hvd_trainer.tools.parity.traced_runs import (
     parse_engines,
 )
 from hvd_trainer.tools.parity.traces import SCRIPT_OPTIONS, Moment, Trace
-from hvd_trainer.tools.runner import trial_runner
-from hvd_trainer.tools.runner.processes import Start
-from hvd_trainer.tools.runner.records import RunRecord
 
 DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits")
 DONE = RunRecord({"engine": "x", "ranks": 2}, 1, "done", 1.0)
@@ -399,7 +398,7 @@ def test_nothing_of_others_in_the_folder_is_removed(tmp_path: Path, monkeypatch:
         output.write_text("out of luck")
         return 1
 
-    monkeypatch.setattr(trial_runner, "run_to_end", fail)
+    monkeypatch.setattr("hvd_trainer.measure.trials.run_to_end", fail)
     for _ in range(2):
         assert cli.main(["--out", str(tmp_path), "--", *DIGITS]) == 2
     assert [(tmp_path / name).read_text() for name in others] == [*others]

@@ -16,18 +16,16 @@ import psutil
 import pytest
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.command import read_command, read_job
+from hvd_trainer.measure.failure_reason import why_it_failed
+from hvd_trainer.measure.figures import curve, speed
 from hvd_trainer.measure.formats import to_json
+from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.message import Message
+from hvd_trainer.measure.start import MARK, Start, find_processes, launched, locked_folder
 from hvd_trainer.measure.steps import FOLDER
+from hvd_trainer.measure.trials import JobTrial, RunRecord, TrialRunner, append_run, in_rounds, read_runs
 from hvd_trainer.tools.parity.cli import ParityOptions
-from hvd_trainer.tools.runner.command import read_command, read_job
-from hvd_trainer.tools.runner.failure_reason import why_it_failed
-from hvd_trainer.tools.runner.folder import locked_folder
-from hvd_trainer.tools.runner.measured import MeasuredTrial
-from hvd_trainer.tools.runner.processes import MARK, Start, find_processes, launched
-from hvd_trainer.tools.runner.records import RunRecord, append_run, read_runs
-from hvd_trainer.tools.runner.step_stats import curve, speed
-from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner, in_rounds
 
 
 def test_number_of_ranks_may_be_spelled_as_for_horovodrun() -> None:

@@ -17,7 +17,6 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.compare import cli as compare
 from hvd_trainer.tools.diagnose import cli as diagnose
 from hvd_trainer.tools.parity import cli as parity
-from hvd_trainer.tools.runner import trial_runner
 
 JOB = ("-m", "hvd_trainer.mnist")
 TOOLS = (compare, diagnose, parity)
@@ -79,7 +78,7 @@ def test_ctrl_c_leaves_no_run_behind(tool: Any, tmp_path: Path, monkeypatch: pyt
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trial_runner, "run_to_end", interrupt)
+    monkeypatch.setattr("hvd_trainer.measure.trials.run_to_end", interrupt)
     # Without a run diagnose has no verdict, and parity passes the interrupt on.
     with suppress(OptionError, KeyboardInterrupt):
         assert tool.main(["--out", str(tmp_path), "--", *JOB]) == 130

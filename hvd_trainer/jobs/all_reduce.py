@@ -18,12 +18,12 @@ import torch
 
 from hvd_trainer.backends import Backend, EngineOptions, create
 from hvd_trainer.errors import BackendError
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for
-from hvd_trainer.tools.runner.processes import Start
-from hvd_trainer.tools.runner.trial_runner import JobTrial
+from hvd_trainer.measure.command import LAUNCHER_OF, command_for
+from hvd_trainer.measure.start import Start
+from hvd_trainer.measure.trials import JobTrial
 from hvd_trainer.training.job import run_job
 
-JOB = ("-m", "hvd_trainer.tools.runner.all_reduce")
+JOB = ("-m", "hvd_trainer.jobs.all_reduce")
 RESULT = "all_reduce.json"
 BUDGET_BYTES = 2**27
 """Bytes that are sent for each size: small exchanges are repeated more often."""

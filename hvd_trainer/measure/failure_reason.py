@@ -7,9 +7,9 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from hvd_trainer.measure.figures import read_steps
 from hvd_trainer.measure.message import NO_STEPS
 from hvd_trainer.measure.trial_files import FOLDER, LOADED
-from hvd_trainer.tools.runner.step_stats import read_steps
 
 REASONS = (
     r"^(?:\[rank \d+\] )?(?:error|failure): (.*(?:\n[ \t].*)*\n?.*)",  # run_job's

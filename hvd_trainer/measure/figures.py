@@ -1,4 +1,4 @@
-"""Compute the figures of one run from the step times that its ranks have recorded (`measure/steps.py`).
+"""Compute the figures of one run from the step times that its ranks have recorded (`steps.py`).
 
 Waiting for other ranks has two causes. The last rank to arrive at an exchange waits only for the exchange itself;
 what the others wait beyond that, they wait for it:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from hvd_trainer.measure.command import OPEN_MPI, command_for, launcher_of
+from hvd_trainer.measure.figures import read_figures
 from hvd_trainer.measure.formats import number
 from hvd_trainer.measure.message import Message
-from hvd_trainer.tools.runner.command import OPEN_MPI, command_for, launcher_of
-from hvd_trainer.tools.runner.processes import Start
-from hvd_trainer.tools.runner.records import RunRecord
-from hvd_trainer.tools.runner.step_stats import read_figures
+from hvd_trainer.measure.start import Start
+from hvd_trainer.measure.trials import RunRecord
 
 SAME_NUMBERS = ("--exactly-horovod",)
 """Options of `run` with which a script for Horovod computes the same on both engines."""

@@ -10,22 +10,106 @@ Ctrl-C ends the running job and raises KeyboardInterrupt; what was measured befo
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from hvd_trainer.tools.runner.failure_reason import why_it_failed
-from hvd_trainer.tools.runner.folder import clear, log_dir, running
-from hvd_trainer.tools.runner.own_files import describe_outside, in_own_folder, read_outside
-from hvd_trainer.tools.runner.processes import Start, run_to_end
-from hvd_trainer.tools.runner.records import RUNS, RunRecord, append_run, key_of, read_runs
+import msgspec
+
+from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.failure_reason import why_it_failed
+from hvd_trainer.measure.own_files import describe_outside, in_own_folder, read_by, written_outside
+from hvd_trainer.measure.stale import digests, has_changed
+from hvd_trainer.measure.start import Start, clear, log_dir, run_to_end, running
+from hvd_trainer.utils.files import open_regular
+
+RUNS = "runs.jsonl"
+MAX_LINE_BYTES = 2**26
+"""The largest line of runs.jsonl that is read. The learning rates of a million steps take 30 MB."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The record of one run."""
+
+    identity: Mapping[str, Any]
+    """what was run, in plain JSON"""
+    round: int
+    state: Literal["done", "failed", "killed"]
+    """killed: by a signal or the time limit, so that it may succeed another time"""
+    seconds: float
+    """from start to end"""
+    note: str = ""
+    """why it failed, in one line"""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    output: str = ""
+    """the file with what it printed, if it failed"""
+    began_at: float = 0.0
+    """seconds since 1970"""
+    go: float = 0.0
+    """when the command began that made it, which tells those runs that ran in turn from others"""
+    warnings: tuple[str, ...] = ()
+    """what the command had warned of until then"""
+    read: Mapping[str, str] = field(default_factory=dict)
+    """the user's files that it has read, with their digests"""
+
+    @property
+    def key(self) -> str:
+        return key_of(self.identity)
+
+    def why(self, folder: Path) -> str:
+        """Return why it failed, and where its output is."""
+        return self.note + (f"; its output is in {folder / self.output}" if self.output else "")
+
+
+def key_of(identity: Mapping[str, Any]) -> str:
+    """Return the identity of a trial as text, by which its runs are found again."""
+    return json.dumps(identity, sort_keys=True)
+
+
+def read_runs(folder: Path, are_figures: Callable[[Mapping[str, Any]], bool] = bool) -> list[RunRecord]:
+    """Return the records of all runs that have ended, in their order.
+
+    Lines that are no records are left out, and so are runs that have read a file which has changed since.
+
+    Args:
+        folder: that of the tool; it may come from elsewhere, so that a line may hold anything.
+        are_figures: whether these can be the figures of a run that is done.
+
+    Raises:
+        OptionError: the file cannot be read.
+    """
+    runs = []
+    try:
+        with suppress(FileNotFoundError), open_regular(folder / RUNS) as lines:
+            while line := lines.readline(MAX_LINE_BYTES):
+                with suppress(msgspec.MsgspecError, RecursionError):
+                    run = msgspec.json.decode(line, type=RunRecord)
+                    if (run.state != "done" or are_figures(run.figures)) and not has_changed(run.read):
+                        runs.append(run)
+    except OSError as error:
+        raise OptionError(f"--out {folder}: {RUNS} cannot be read: {error}") from error
+    return runs
+
+
+def append_run(folder: Path, run: RunRecord) -> None:
+    """Append the record of a run to runs.jsonl, and wait until it is on the disk."""
+    file = folder / RUNS
+    with file.open("ab+") as lines:
+        torn = lines.tell() > 0 and (lines.seek(-1, os.SEEK_END), lines.read())[1] != b"\n"
+        lines.write((("\n" if torn else "") + json.dumps(asdict(run)) + "\n").encode())
+        lines.flush()
+        os.fsync(lines.fileno())
 
 
 class Trial(Protocol):
@@ -187,7 +271,8 @@ class TrialRunner:
                 shutil.rmtree(keep, ignore_errors=True)
                 log.rename(keep)
         run = RunRecord(trial.identity, round_, "done", seconds, figures=figures or {}, began_at=began_at)
-        run = replace(run, go=self._go, warnings=tuple(self.warnings))
+        read = digests(read_by(place), since=began_at)
+        run = replace(run, go=self._go, warnings=tuple(self.warnings), read=read)
         if figures is None:
             was_killed, note = code is None or code < 0, f"had not ended after {limit:g} s ({option})"
             if code is not None:
@@ -201,7 +286,7 @@ class TrialRunner:
 
     def _warn_of_outside(self, place: Path) -> None:
         """Warn of what the present run writes outside of its place, once for each path."""
-        for path in read_outside(place):
+        for path in written_outside(place):
             self.warn(describe_outside(path))
 
     def _keep_output(self) -> str:

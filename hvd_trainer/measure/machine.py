@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from hvd_trainer.measure.stale import digest_of_package
 from hvd_trainer.utils.process import cpu_ids
 
 MAX_LOAD = 0.5
@@ -37,10 +38,15 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def as_text(machine: Mapping[str, Any]) -> str:
+    """Return a machine's properties as `cores 2, torch 2.11.0`."""
+    return ", ".join(f"{name} {value}" for name, value in machine.items())
+
+
 def conditions(machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a machine's properties on which the figures of a run depend."""
+    """Return what the figures of a run depend on whatever the job: properties of the machine, and this package."""
     names = ("host", "cpu", "gpus", "python", "torch", "horovod")
-    return {name: machine[name] for name in names if name in machine}
+    return {"package": digest_of_package(), **{name: machine[name] for name in names if name in machine}}
 
 
 def threads_per_rank(ranks: int) -> int:

@@ -7,21 +7,20 @@ PLACE/files/home/me/project     the working folder, in the place of /home/me/pro
     data -> /home/me/project/data     a link: it has too many files, or a hidden name
 PLACE/files/home/me/shared -> /home/me/shared      so that ../shared is found
 
-What would be written through a link is a copy before: `measure/trial_files.py`. Union mounts (overlayfs) do the
+What would be written through a link is a copy before: `trial_files.py`. Union mounts (overlayfs) do the
 same for all programs, but need privileges that containers and clusters do not give.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 from hvd_trainer.measure.message import SITE
-from hvd_trainer.measure.trial_files import FOLDER, OUTSIDE, TrialFiles
-from hvd_trainer.tools.runner.processes import Start
+from hvd_trainer.measure.start import Start
+from hvd_trainer.measure.trial_files import FOLDER, OUTSIDE, READ, TrialFiles
 
 MAX_FILES = 2000
 """Files of the working folder that may become links; a folder with more than are left becomes one."""
@@ -49,9 +48,17 @@ def in_own_folder(start: Start, place: Path) -> Start:
     )
 
 
-def read_outside(place: Path) -> Sequence[str]:
+def written_outside(place: Path) -> list[str]:
     """Return the paths outside of its place to which a trial has written."""
-    file = place / OUTSIDE
+    return _lines(place / OUTSIDE)
+
+
+def read_by(place: Path) -> set[str]:
+    """Return the paths of the user's files that a trial has read, and not written."""
+    return {*_lines(place / READ)} - {*written_outside(place)}
+
+
+def _lines(file: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 

@@ -1,0 +1,66 @@
+"""Tell whether a run is stale: whether this package, or a file that the run has read, is another one now."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+MAX_BYTES = 2**22
+"""The largest file that is read; a larger one is the same as long as its size and time are."""
+CHANGED = "written while it was read"
+"""Stands for the digest of a file of which nobody knows what a run has read."""
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@cache
+def digest_of_package() -> str:
+    """Return the SHA-256 of all code of this package, without which no job is measured."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
+
+
+def digests(names: Iterable[str], *, since: float = math.inf) -> dict[str, str]:
+    """Return the digest of each of the names that is a file.
+
+    Args:
+        since: when they were read, in seconds since 1970; one that was written later is `CHANGED`.
+    """
+    found = {name: digest(Path(name)) for name in sorted(set(names))}
+    return {name: CHANGED if os.stat(name).st_mtime > since else text for name, text in found.items() if text}
+
+
+def digest_of_files(words: Iterable[str]) -> dict[str, str]:
+    """Return the digest of each file that is named among words, such as `--config=own.yaml`."""
+    return digests(name for word in words for name in (word, word.partition("=")[2]))
+
+
+def has_changed(read: Mapping[str, str]) -> bool:
+    """Return whether any of these files, by its path with its digest, is another one now, or is gone."""
+    return any(digest(Path(name)) != then for name, then in read.items())
+
+
+def digest(file: Path) -> str:
+    """Return the SHA-256 of a file's name and content, or of a large one's name, size and time.
+
+    Empty if there is no such file, or it cannot be read.
+    """
+    with suppress(OSError, ValueError):  # a name from a file may be none
+        status = file.stat()
+        if stat.S_ISREG(status.st_mode):
+            return _digest(file, status.st_size, status.st_mtime_ns)
+    return ""
+
+
+@cache
+def _digest(file: Path, size: int, time_ns: int) -> str:
+    """Return the digest of a file that has this size and time: the runs of one command have read the same ones."""
+    content = b""
+    if size:  # those of the kernel have none, and reading may wait for ever
+        content = str(time_ns).encode() if size > MAX_BYTES else file.read_bytes()
+    return hashlib.sha256(f"{file.name} {size} ".encode() + content).hexdigest()
