@@ -92,7 +92,8 @@ def standalone_group(store: dist.Store, rank: int, size: int, device: torch.devi
 
     if accelerator.is_host(device):
         return dist.ProcessGroupGloo(store, rank, size, NO_TIMEOUT)
-    name, registry = accelerator.collectives(device), vars(dist)["Backend"]
+    name = accelerator.collectives(device)
+    registry: Any = dist.Backend
     getattr(registry, "_ensure_backend_registered", lambda name: None)(name)
     maker = registry._plugins.get(name.upper())
     if maker is None:  # PyTorch before 2.15 registers none for its own

@@ -123,7 +123,7 @@ class HorovodContext:
         work = HorovodWork(self.hvd, operation, previous, self.completer, self._forget)
         with self._lock:
             self._under_way[operation.name] = work
-        if work.is_completed():
+        if work.advance():
             self._forget(work)
         return work
 

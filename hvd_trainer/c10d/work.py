@@ -212,8 +212,8 @@ class HorovodWork(dist._Work):
         return self._future
 
     def is_completed(self) -> bool:
-        """Return whether the operation is done."""
-        return self.advance()
+        """Return whether the operation is done, on its device, too."""
+        return self.advance() and (self._finished is None or bool(self._finished.query()))
 
     def is_success(self) -> bool:
         """Return whether the operation is done, and did not fail."""

@@ -92,13 +92,13 @@ def set_current(device: torch.device) -> None:
 
 def in_use() -> torch.device | None:
     """Return a device on which this process has a context: this thread's current one, if it is one; else None."""
-    found = kind()
-    if found is None or not torch.get_device_module(found).is_initialized():
-        return None
-    current = torch.get_device_module(found).current_device()
-    has_context: Callable[[int], bool] = torch._C._cuda_hasPrimaryContext if found == "cuda" else current.__eq__
-    numbers = sorted(range(count(found)), key=lambda number: number != current)
-    return next((torch.device(found, number) for number in numbers if has_context(number)), None)
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type not in COLLECTIVES or not torch.get_device_module(found).is_initialized():
+        return None  # before anything counts the devices, which takes a while
+    type_, current = found.type, torch.get_device_module(found).current_device()
+    has_context: Callable[[int], bool] = torch._C._cuda_hasPrimaryContext if type_ == "cuda" else current.__eq__
+    numbers = sorted(range(count(type_)), key=lambda number: number != current)
+    return next((torch.device(type_, number) for number in numbers if has_context(number)), None)
 
 
 def synchronize(device: torch.device) -> None:

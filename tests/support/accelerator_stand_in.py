@@ -34,6 +34,9 @@ class Event:
     def record(self, stream: Stream) -> None:
         self._calls.append(f"event {self.number} on {stream.name}")
 
+    def query(self) -> bool:
+        return self.done.is_set()
+
     def synchronize(self) -> None:
         self.done.wait()
 

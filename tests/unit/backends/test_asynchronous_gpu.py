@@ -226,6 +226,8 @@ def test_work_is_begun_and_finished_on_the_stream_that_asked_for_it(gpu: StandIn
         first = work(1, None)
         second = work(2, first)
     done |= {1, 2}
+    assert not second.is_completed(), "the device has not reached its end"
+    gpu.events[1].done.set()
     assert second.is_completed()
     on_side = ["side follows", "finish on side"]
     assert gpu.calls == [
