@@ -193,7 +193,7 @@ CASES = {
         *((WAITS,), "data waits", 20, "more threads or processes in the data's own loader: it waits"),
         known={"facts": FACTS | {"has_own_loader": True}},
     ),
-    # The facts of a job's work come with its end; without them, the advice was that for a script.
+    # The facts of a job's work come with its end.
     "data of a job that failed": Case((WAITS,), "data waits", 20, "--workers ", known={"facts": {}}),
     # Two loader processes that take 40 ms each: two batches come at once. It was once "hiccups".
     "a loader that is always too slow": Case(
@@ -475,6 +475,15 @@ def test_all_runs_are_sampled_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for label in (NORMAL, NO_EXCHANGE, ALONE):
         trials.run(replace(normal, label=label), 10)
     assert asked == [{"sample_stacks": True}] * 3
+
+
+def test_a_trainer_job_is_known_before_it_has_come_to_its_end(tmp_path: Path) -> None:
+    """Where the first run failed, the advice was that for a script."""
+    normal = MeasuredTrial(label=NORMAL, job=("train.py",), engine="ddp", ranks=1)
+    for on_trainer in (True, False):
+        trials = Trials(normal, tmp_path / "out", 60)
+        trials.profiles.append([make_rank(COMPUTE, on_trainer=on_trainer)])
+        assert trials.evidence().is_trainer_job is on_trainer
 
 
 def test_no_gain_above_that_of_the_run_without_the_exchange() -> None:
