@@ -104,12 +104,7 @@ class Clocks:
 
 @cache
 def sampler(log: Path, rank: int) -> StackSampler:
-    """Return the sampler of this process, a script's and then its Trainer's; from the first call on it is installed.
-
-    Args:
-        log: the folder of the recordings.
-        rank: of this process.
-    """
+    """Return the sampler of this process, a script's and then its Trainer's; the first call installs it."""
     made = StackSampler(log / FOLDER / f"rank-{rank}.json")
     made.install()
     return made
