@@ -73,7 +73,7 @@ class Trials:
             cores=len(cpu_ids()),
             is_trainer_job=any(profile.on_trainer for profile in profiles),
             facts=facts,
-            runs=self.figures,
+            runs=dict(self.figures),
             line=self._line,
         )
 
