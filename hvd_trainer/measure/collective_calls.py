@@ -29,7 +29,7 @@ OF_HOROVOD = (
 )
 ENGINES = (
     *("/torch/nn/parallel/", "/torch/optim/", "/horovod/torch/optimizer.py", "/hvd_trainer/hvd/optimizer.py"),
-    *("/hvd_trainer/training/loop.py", "/torch/nn/modules/"),
+    *("/hvd_trainer/training/loop.py", "/torch/nn/modules/", "/torch/distributed/algorithms/"),
 )
 """Files of what exchanges by itself: a call that comes through them is not the user's own."""
 

@@ -69,6 +69,8 @@ class Picture:
     title: str
     text: str
     svg: str
+    is_wide: bool = False
+    """whether it has a row of the page for itself"""
 
 
 @dataclass(frozen=True, kw_only=True)

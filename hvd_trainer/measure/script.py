@@ -21,8 +21,8 @@ from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.no_steps import NoSteps
 from hvd_trainer.measure.script_steps import ScriptSteps
 from hvd_trainer.measure.script_trace import ScriptTrace, seed_by_rank
-from hvd_trainer.measure.stack_record import AFTER_STEP, FOLDER
-from hvd_trainer.measure.stacks import StackSampler, count_elements
+from hvd_trainer.measure.stack_record import AFTER_STEP
+from hvd_trainer.measure.stacks import count_elements, sampler
 from hvd_trainer.utils.import_hooks import ImportHooks
 
 
@@ -63,9 +63,8 @@ class ScriptStacks(ScriptListener):
     """Samples the stacks of a script's rank, from the first optimizer step to the script's end."""
 
     def __init__(self, log: Path, rank: int) -> None:
-        self._sampler = StackSampler(log / FOLDER / f"rank-{rank}.json")
-        # A loader starts its processes before the first step, and they may stay until the end.
-        self._sampler.install()
+        # Now: a loader starts its processes before the first step, and they may stay until the end.
+        self._sampler = sampler(log, rank)
 
     def on_start(self, optimizer: Optimizer) -> None:
         self._sampler.device = optimizer.param_groups[0]["params"][0].device
@@ -73,7 +72,7 @@ class ScriptStacks(ScriptListener):
         atexit.register(self._sampler.stop)
 
     def stop(self) -> None:
-        self._sampler.spare_children()
+        self._sampler.stop()
 
     def on_phase(self, phase: str) -> None:
         self._sampler.phase = phase

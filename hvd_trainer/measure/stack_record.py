@@ -117,6 +117,8 @@ class Switches(Struct):
 class Record(Struct, kw_only=True):
     """All stacks of a process since its warm-up."""
 
+    on_trainer: bool = False
+    """whether a `Trainer` trains; also where it does not come to its end"""
     uses_gpu: bool
     blocks: int
     """pieces of whole steps, for `squares`"""

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,7 +28,16 @@ import torch
 
 from hvd_trainer.measure.collective_calls import CollectiveCalls
 from hvd_trainer.measure.loader_starts import LoaderWatch
-from hvd_trainer.measure.stack_record import MAIN, WORKER, CallCount, Place, Record, StackCount, describe_frame
+from hvd_trainer.measure.stack_record import (
+    FOLDER,
+    MAIN,
+    WORKER,
+    CallCount,
+    Place,
+    Record,
+    StackCount,
+    describe_frame,
+)
 from hvd_trainer.measure.switches import SwitchReader
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.files import atomic_write
@@ -92,6 +102,14 @@ class Clocks:
             os.close(self._queue)
 
 
+@cache
+def sampler(log: Path, rank: int) -> StackSampler:
+    """Return the sampler of this process, a script's and then its Trainer's; the first call installs it."""
+    made = StackSampler(log / FOLDER / f"rank-{rank}.json")
+    made.install()
+    return made
+
+
 class StackSampler:
     """Counts the stacks of this process's main thread, and of other threads of Python that use the CPU.
 
@@ -106,13 +124,9 @@ class StackSampler:
         self.phase = "start"
         self.device = torch.device("cpu")
         self.elements = 0
-        self._ends: list[float] = []
-        """when steps ended; only the main thread appends to it, so that it never waits for the other one"""
         self._is_stopped = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="stack sampler", daemon=True)
-        self._skipped = 0
-        self._calls, self._loaders, self._switches = CollectiveCalls(), LoaderWatch(), SwitchReader()
-        self._clear()
+        self._thread: threading.Thread | None = None
+        self._calls, self._loaders = CollectiveCalls(), LoaderWatch()
 
     def _clear(self) -> None:
         """Forget what was counted."""
@@ -133,10 +147,6 @@ class StackSampler:
         self._loaders.install()
         os.register_at_fork(after_in_child=self._sample_child)
 
-    def spare_children(self) -> None:
-        """Sample no process that is forked from now on."""
-        self._is_stopped.set()
-
     def _sample_child(self) -> None:
         if self._is_stopped.is_set() or self.phase == WORKER:
             return
@@ -145,11 +155,20 @@ class StackSampler:
         worker.phase = WORKER
         worker.start()
 
-    def start(self) -> None:
-        """Begin to sample."""
+    def start(self, *, on_trainer: bool = False) -> None:
+        """Begin to sample, also after `stop`: what was counted before is forgotten.
+
+        Args:
+            on_trainer: whether it is a `Trainer` that trains.
+        """
+        self._on_trainer = on_trainer
         # Not in the other thread, where it would be beside steps that count.
+        self._switches = SwitchReader()
         self._switches.find()
-        self._ends.append(time.perf_counter())
+        # Only the main thread appends to it, so that it never waits for the other one.
+        self._ends, self._skipped = [time.perf_counter()], 0
+        self._is_stopped.clear()
+        self._thread = threading.Thread(target=self._sample, name="stack sampler", daemon=True)
         self._clear()
         self._thread.start()
 
@@ -158,9 +177,10 @@ class StackSampler:
         self._ends.append(time.perf_counter())
 
     def stop(self) -> None:
-        """End sampling, and write the counts."""
-        self.spare_children()
-        self._thread.join()
+        """End sampling, also of processes that are forked from now on, and write the counts, if it has begun."""
+        self._is_stopped.set()
+        if self._thread is not None:
+            self._thread.join()
 
     @property
     def _durations(self) -> list[float]:
@@ -254,6 +274,7 @@ class StackSampler:
         ]
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return Record(
+            on_trainer=self._on_trainer,
             uses_gpu=not accelerator.is_host(self.device),
             blocks=self._blocks,
             seconds=time.perf_counter() - self._began,
@@ -278,10 +299,10 @@ class StackSampler:
 
         On a busy machine the sampler, which wants a CPU every few milliseconds, is in the queue most of the time.
         """
-        total = 0
+        total, own = 0, str(self._thread and self._thread.native_id)
         for file in Path("/proc/self/task").glob("*/schedstat"):
             with suppress(OSError, IndexError, ValueError):
-                total += int(file.read_text().split()[1]) if file.parent.name != str(self._thread.native_id) else 0
+                total += int(file.read_text().split()[1]) if file.parent.name != own else 0
         return total / 1e9
 
 

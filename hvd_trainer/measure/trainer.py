@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,7 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.after_steps import hold
 from hvd_trainer.measure.message import BACKEND, Message
 from hvd_trainer.measure.script_steps import digest
-from hvd_trainer.measure.stack_record import FOLDER
-from hvd_trainer.measure.stacks import StackSampler, count_elements
+from hvd_trainer.measure.stacks import count_elements, sampler
 from hvd_trainer.measure.steps import recorder
 from hvd_trainer.measure.trainer_trace import TrainerTrace
 from hvd_trainer.observe.callback import Observer, RunView
@@ -32,7 +31,7 @@ RESULTS = ("train_loss", "test_loss", "train_accuracy", "test_accuracy")
 """Figures of an epoch that are results of the run."""
 
 
-def as_asked(options: TrainerOptions, environ: Mapping[str, str]) -> TrainerOptions:
+def as_asked(options: TrainerOptions, environ: MutableMapping[str, str]) -> TrainerOptions:
     """Return the options of a job as the program wants them that has started it, a tool or `run --backend`.
 
     The same options are returned when it is called again.
@@ -135,7 +134,7 @@ class TrainerStacks(Observer):
     """Samples the stacks of a rank while the training loop runs."""
 
     def __init__(self, log: Path, rank: int) -> None:
-        self._sampler = StackSampler(log / FOLDER / f"rank-{rank}.json")
+        self._sampler = sampler(log, rank)
 
     @contextmanager
     def around_training(self, run: RunView) -> Iterator[None]:
@@ -143,8 +142,7 @@ class TrainerStacks(Observer):
         listeners = run.backend.activity.listeners
         listeners.append(self._enter)
         self._sampler.device = run.device
-        self._sampler.install()
-        self._sampler.start()
+        self._sampler.start(on_trainer=True)
         try:
             yield
         finally:

@@ -17,6 +17,7 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.figures import read_figures
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import obey
+from hvd_trainer.tools.diagnose.profile import read_profiles
 
 ENGINES = ("ddp", "horovod")
 pytestmark = [requires("horovod"), pytest.mark.warm]
@@ -194,6 +195,55 @@ def test_it_is_recorded_whether_a_job_reads_options(tmp_path: Path, start: str) 
     figures = read_figures(tmp_path / "log", 1, 0)
     assert figures is not None
     assert figures["work"]["reads_options"] == start.startswith("run_job")
+
+
+AFTER_IT = """
+        import os, subprocess, sys
+        if os.environ.pop("OUTER", None):
+            subprocess.run([sys.executable, __file__, "--max-steps", "1"], check=True)
+"""
+
+
+def test_a_process_that_a_rank_starts_leaves_its_recording_alone(tmp_path: Path) -> None:
+    """It inherits the message, and a Trainer in it wrote one step in the place of its parent's three."""
+    job = tmp_path / "job.py"
+    job.write_text(STREAM.replace("def start():", f"{AFTER_IT}\nif __name__ == '__main__':"))
+    message = Message(log_dir=str(tmp_path / "log")).variables()
+    command = ["-m", "hvd_trainer", "run", "--", str(job), "--max-steps", "3"]
+    said = launch(QUICKEST, 1, command, env=message | {"OUTER": "1"}).stdout
+    assert "done: 1 step" in said
+    assert steps_of(tmp_path / "log", 0)["step"].tolist() == [1, 2, 3]
+
+
+def test_ranks_of_a_launcher_that_a_rank_starts_are_measured(tmp_path: Path) -> None:
+    """A script may do no more than start the ranks."""
+    (tmp_path / "job.py").write_text(STREAM.replace("def start():", "if __name__ == '__main__':"))
+    command = ["-m", "hvd_trainer", "run", "-np", "2", "--", str(tmp_path / "job.py"), "--max-steps", "3"]
+    starter = tmp_path / "starter.py"
+    starter.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, *{command}], check=True)\n")
+    measured(tmp_path / "log", (str(starter),), ranks=1)
+    assert [steps_of(tmp_path / "log", rank)["step"].tolist() for rank in range(2)] == [[1, 2, 3]] * 2
+
+
+COUNT_HOOKS = """
+        from torch.utils.data import dataloader
+        hooks, function = 0, dataloader._MultiProcessingDataLoaderIter._next_data
+        while hasattr(function, "__wrapped__"):
+            hooks, function = hooks + 1, function.__wrapped__
+        print("hooks:", hooks)
+"""
+
+
+def test_stacks_of_a_trainer_under_run_are_sampled_by_one_sampler(tmp_path: Path) -> None:
+    """The script's hooks stayed below those of the Trainer, and each training added its own."""
+    job, fit = tmp_path / "job.py", "        trainer.fit(model, optimizer, loss, Stream())\n"
+    text = STREAM.replace(fit, 2 * fit + COUNT_HOOKS).replace("def start():", "if __name__ == '__main__':")
+    job.write_text(text)
+    said = measured(tmp_path / "log", (str(job), "--max-steps", "20"), ranks=1, sample_stacks=True)
+    assert "hooks: 1" in said
+    (profile,) = read_profiles(tmp_path / "log")
+    assert profile.on_trainer
+    assert 0 < profile.steps <= 20
 
 
 @pytest.mark.parametrize("words", [(), ("--backend", "ddp"), ("--backend", "horovod")])

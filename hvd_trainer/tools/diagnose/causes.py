@@ -74,6 +74,11 @@ BUCKETS_MB = (1, 4, 12, 25, 64, 128)
 
 def find_causes(evidence: Evidence) -> list[Cause]:
     """Return the causes that are worth an action and more than the noise, the largest first."""
+    return [cause for cause in find_candidates(evidence) if cause.is_clear]
+
+
+def find_candidates(evidence: Evidence) -> list[Cause]:
+    """Return the causes that are worth an action, also those within the noise, the largest first."""
     found = list(_of_limits(evidence))
     found += _of_queue(evidence, _sum(found, "throttled"))
     limit = MIN_SHARE * quiet_s(evidence, found)
@@ -86,7 +91,7 @@ def find_causes(evidence: Evidence) -> list[Cause]:
     found += [*_of_stragglers(evidence, limit), *_of_gil(evidence), *_of_hiccups(evidence)]
     for difference in (_of_exchange, _of_contention, _of_overhead):
         found += difference(evidence, found)
-    return sorted((c for c in found if c.seconds >= limit and c.is_clear), key=lambda c: -c.seconds)
+    return sorted((cause for cause in found if cause.seconds >= limit), key=lambda cause: -cause.seconds)
 
 
 def leading(causes: Sequence[Cause]) -> list[Cause]:

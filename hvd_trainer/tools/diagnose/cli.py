@@ -11,8 +11,10 @@ each part costs.
 from __future__ import annotations
 
 import json
+import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,19 +24,19 @@ from annotated_types import Ge, Gt
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import read_command
-from hvd_trainer.measure.formats import check_installed, to_json
+from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.measure.machine import busy_warning
 from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial
 from hvd_trainer.measure.start import locked_folder
 from hvd_trainer.measure.stats import MIN_ROUNDS, ratio
 from hvd_trainer.measure.trials import in_rounds
 from hvd_trainer.tools.diagnose.actions import Action, find_actions
-from hvd_trainer.tools.diagnose.causes import find_causes
+from hvd_trainer.tools.diagnose.causes import find_candidates, find_causes
 from hvd_trainer.tools.diagnose.evidence import NO_EXCHANGE, NORMAL
-from hvd_trainer.tools.diagnose.flame_graph import render, speedscope
-from hvd_trainer.tools.diagnose.report import Report, Tried, as_json, describe_tried, sentences, show
+from hvd_trainer.tools.diagnose.flame_graph import speedscope
+from hvd_trainer.tools.diagnose.report import Diagnosis, Tried, conclude
 from hvd_trainer.tools.diagnose.trials import WARMUP_STEPS, Trials, plan_variants
-from hvd_trainer.utils.text import plural
+from hvd_trainer.utils.text import COMMAND, plural
 
 FIRST_STEPS = 40
 """Counted steps of the first run."""
@@ -67,7 +69,7 @@ class Options:
     attempt: Annotated[bool, tyro.conf.arg(name="try")] = False
     """run what is advised, too, beside the job as it is; beyond --budget-s"""
     out: Path = Path("runs/diagnose")
-    """folder for diagnosis.json, diagnosis.html and stacks.speedscope.json"""
+    """folder for diagnosis.html, .md and .json, and stacks.speedscope.json"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -88,20 +90,64 @@ def main(argv: Sequence[str]) -> int:
             threads=options.threads,
             warmup_steps=WARMUP_STEPS,
         )
-        trials, code = Trials(normal, folder, options.budget_s), 130
-        try:
-            note = measure(trials, options)
-            code = 1 if note and NORMAL not in trials.figures else 0
-        except KeyboardInterrupt:
-            note = "Interrupted."
+        trials, failure, code = Trials(normal, folder, options.budget_s), "", 130
+        with until_interrupted(trials):
+            failure = measure(trials, options)
+            code = int(bool(failure))
         if not trials.profiles:
-            raise OptionError(note or "The job ended without a step that counts")
-        conclude(trials, options, folder.parent, note)
+            raise OptionError(failure or "The job ended without a step that counts")
+        diagnosis = diagnose(trials, options, failure)
+        if options.attempt and code == 0:
+            code = 130
+            with until_interrupted(trials):
+                for action in diagnosis.actions:
+                    if action.can_be_tried:
+                        step_s = diagnosis.evidence.step_s
+                        diagnosis.tried.append(try_action(trials, action, step_s, options.budget_s))
+                code = 0
+        stacks = folder.parent / "stacks.speedscope.json"
+        stacks.write_text(json.dumps(speedscope(diagnosis.evidence.profiles, diagnosis.subject)))
+        report = conclude(diagnosis)
+        report.show()
+        report.write(folder.parent, "diagnosis", [stacks])
     return code
 
 
+@contextmanager
+def until_interrupted(trials: Trials) -> Iterator[None]:
+    """Let Ctrl-C end what is done inside, of which the report warns."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        trials.runner.warn("interrupted: what is told is from the runs until then")
+
+
+def diagnose(trials: Trials, options: Options, failure: str) -> Diagnosis:
+    """Return what the runs have shown.
+
+    Args:
+        failure: why the job has failed as it is; empty if it has not.
+    """
+    evidence, job = trials.evidence(), shlex.join(trials.normal.job)
+    candidates = find_candidates(evidence)
+    causes = [cause for cause in candidates if cause.is_clear]
+    actions = find_actions(causes, evidence)
+    words = f"--np {options.np} --backend {options.backend}"
+    can_try = not options.attempt and any(action.can_be_tried for action in actions)
+    return Diagnosis(
+        subject=f"{words} -- {job}",
+        evidence=evidence,
+        causes=causes,
+        unclear=[cause for cause in candidates if not cause.is_clear and math.isfinite(cause.error)],
+        actions=actions,
+        failure=failure,
+        warnings=trials.runner.warnings,
+        again=[f"{COMMAND} diagnose {words} --try -- {job}"] if can_try else [],
+    )
+
+
 def measure(trials: Trials, options: Options) -> str:
-    """Run what is worth it within the budget, and return why that has ended early; empty if it has not."""
+    """Run what is worth it within the budget, and return why the job has failed; empty if it has not."""
     if text := busy_warning():
         trials.runner.warn(text)
     print(
@@ -129,8 +175,11 @@ def measure(trials: Trials, options: Options) -> str:
         print(f"{what}: about {len(plan) * cost_s:.0f} s", flush=True)
     for place, variant in enumerate(plan, 1):
         if trials.runner.left_s < cost_s:
-            return "The budget (--budget-s) is spent."
+            trials.runner.warn(f"{place - 1} of {plural(len(plan), 'further run')} were made: --budget-s is spent")
+            break
         run = trials.run(variant, steps)
+        if run.state != "done":
+            trials.runner.warn(f"a run {variant.label} has failed: {run.why(trials.runner.folder)}")
         said = f"{1000 * run.figures['step_s']:.2f} ms per step" if run.state == "done" else run.note
         print(f"{place}/{len(plan)}  {variant.label}: {said}", flush=True)
     has_collectives = any(cause.kind == "collective" for cause in find_causes(trials.evidence()))
@@ -142,29 +191,6 @@ def measure(trials: Trials, options: Options) -> str:
 def steps_of(seconds: float, step_s: float) -> int:
     """Return how many steps of a run are counted that trains for about so many seconds."""
     return min(MAX_STEPS, max(MIN_STEPS, round(seconds / step_s)))
-
-
-def conclude(trials: Trials, options: Options, folder: Path, note: str) -> None:
-    """Print the report, try what it advises if asked to, and write the files."""
-    evidence = trials.evidence()
-    causes = find_causes(evidence)
-    advice = find_actions(causes, evidence)
-    report = Report(evidence=evidence, causes=causes, advice=advice, backend=options.backend, note=note)
-    show(report)
-    tried = []
-    for action in advice if options.attempt else ():
-        if action.can_be_tried:
-            tried.append(try_action(trials, action, evidence.step_s, options.budget_s))
-            print(describe_tried(tried[-1]), flush=True)
-    heading = f"{plural(options.np, 'rank')} on {options.backend}: {shlex.join(trials.normal.job)}"
-    files = {
-        "diagnosis.json": to_json(as_json(report, tried)),
-        "diagnosis.html": render(evidence.profiles, heading, sentences(report)),
-        "stacks.speedscope.json": json.dumps(speedscope(evidence.profiles, heading)),
-    }
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    print(f"written: {', '.join(str(folder / name) for name in files)}")
 
 
 def try_action(trials: Trials, action: Action, step_s: float, limit_s: float) -> Tried:

@@ -1,18 +1,23 @@
-"""The sampled stacks as a flame graph: for https://www.speedscope.app, and as nested boxes of a page."""
+"""The sampled stacks as a flame graph: for https://www.speedscope.app, and as a drawing of a page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hvd_trainer.measure.formats import render_page
+from hvd_trainer.measure.report import Picture
 from hvd_trainer.measure.stack_record import Frame
-from hvd_trainer.tools.diagnose.profile import RankProfile
+from hvd_trainer.tools.diagnose.profile import RankProfile, Stack
 
-PAGE = Path(__file__).with_name("page.html.j2")
+DRAWING = Path(__file__).with_name("flame_graph.svg.j2")
 SCHEMA = "https://www.speedscope.app/file-format-schema.json"
+ROW = 22
+"""Height of a box in pixels."""
+COLOURS = {"role": "#cfe3f3", "user": "#f6b26b", "hvd_trainer": "#dfe7d8", "library": "#e8eaed"}
+"""By whose code it is."""
 MIN_WIDTH = 0.002
 """Fraction of a rank's time below which a box is left out."""
 NOISE = ("_call_impl", "_wrapped_call_impl", "_fit", "_fit_in_this_world", "decorate_context", "wrapper")
@@ -61,18 +66,29 @@ def _title(role: str) -> Frame:
 
 @dataclass
 class Box:
-    """A frame with what it calls, as nested boxes of the page."""
+    """A frame with what it calls."""
 
     label: str
     owner: str
     seconds: float = 0.0
     """of a step"""
+    begin: float = 0.0
+    """seconds of the box around it that are left of it"""
     called: dict[str, Box] = field(default_factory=dict)
 
-    def children(self, whole_s: float) -> list[Box]:
-        """Return the boxes that are wide enough to be drawn in a graph of so many seconds, the widest first."""
-        wide = (box for box in self.called.values() if box.seconds >= MIN_WIDTH * whole_s)
-        return sorted(wide, key=lambda box: -box.seconds)
+    def children(self, whole_s: float) -> Iterator[Box]:
+        """Yield the boxes that are wide enough to be drawn in a graph of so many seconds, the widest first."""
+        begin = 0.0
+        for box in sorted(self.called.values(), key=lambda box: -box.seconds):
+            if box.seconds >= MIN_WIDTH * whole_s:
+                box.begin = begin
+                begin += box.seconds
+                yield box
+
+    @property
+    def depth(self) -> int:
+        """How many boxes are on top of each other in it."""
+        return max((1 + box.depth for box in self.called.values()), default=0)
 
 
 def nested_boxes(profile: RankProfile) -> Box:
@@ -80,9 +96,7 @@ def nested_boxes(profile: RankProfile) -> Box:
     root = Box("all", "role")
     for stack in profile.main():
         labels = [(stack.role, "role")]
-        labels += [
-            (f"{frame.name} {frame.place}", frame.owner) for frame in stack.frames if frame.name not in NOISE
-        ]
+        labels += [(f"{frame.name} {frame.place}", frame.owner) for frame in _shown(stack)]
         if stack.frames and stack.frames[-1].call:
             labels.append((stack.frames[-1].call, "library"))
         box = root
@@ -93,7 +107,18 @@ def nested_boxes(profile: RankProfile) -> Box:
     return root
 
 
-def render(profiles: Sequence[RankProfile], heading: str, said: Sequence[str]) -> str:
-    """Return a page with the conclusions and a flame graph of each rank; it needs no network and no script."""
-    graphs = [nested_boxes(profile) for profile in profiles]
-    return render_page(PAGE, heading=heading, said=said, graphs=graphs)
+def _shown(stack: Stack) -> list[Frame]:
+    """Return the frames from the first one of the user's code, without those that tell nothing."""
+    first = next((place for place, frame in enumerate(stack.frames) if frame.owner == "user"), 0)
+    return [frame for frame in stack.frames[first:] if frame.name not in NOISE]
+
+
+def draw(profiles: Sequence[RankProfile]) -> Iterator[Picture]:
+    """Yield the flame graph of each rank; its texts are as large in a narrow window as in a wide one."""
+    text = (
+        "A box is as wide as the time that it and what is below it take. Orange: your code; green: hvd_trainer; "
+        "grey: libraries."
+    )
+    for rank, profile in enumerate(profiles):
+        svg = render_page(DRAWING, graph=nested_boxes(profile), row=ROW, colours=COLOURS)
+        yield Picture(f"A step of rank {rank}", text, svg, is_wide=True)

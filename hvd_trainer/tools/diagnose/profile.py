@@ -138,6 +138,7 @@ class RankProfile:
         self.steps = max(1, len(self.durations))
         self.seconds = sum(record.seconds for record in records)
         self.blocks = max(1, sum(record.blocks for record in records))
+        self.on_trainer = any(record.on_trainer for record in records)
         self.uses_gpu = any(record.uses_gpu for record in records)
         self.cpu_s = sum(record.cpu_s for record in records)
         self.in_kernel = sum(record.system_s for record in records) / max(self.cpu_s, 1e-9)

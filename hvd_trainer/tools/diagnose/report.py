@@ -1,23 +1,23 @@
-"""The report of a diagnosis: tables, sentences and JSON."""
+"""The report of a diagnosis: a verdict about each cause, with what to do, then what was run, and flame graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
 
-from hvd_trainer.measure.formats import console, make_table, milliseconds, number
+from hvd_trainer.measure.formats import milliseconds, number
+from hvd_trainer.measure.report import Report, Table, Verdict
 from hvd_trainer.measure.stats import Ratio
 from hvd_trainer.tools.diagnose.actions import CAUSES, Action
 from hvd_trainer.tools.diagnose.causes import leading
-from hvd_trainer.tools.diagnose.evidence import ALONE, NORMAL, SIGMAS, Cause, Evidence
+from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, SIGMAS, Cause, Evidence, ms
+from hvd_trainer.tools.diagnose.flame_graph import draw
 from hvd_trainer.tools.diagnose.switches import Switch, find_switches
 from hvd_trainer.utils.text import plural
 
-BAR_LENGTH = 30
-"""Length in characters of the bar for a whole step."""
 OVERLAPPING = 1.02
 """Sum of the causes' fractions of a step from which it is said that they overlap."""
 
@@ -31,17 +31,37 @@ class Tried(NamedTuple):
     note: str = ""
     """why it did not"""
 
+    def __str__(self) -> str:
+        what, its = f"Tried {self.action.title}", self.ratio
+        if its is None:
+            return f"{what}: {self.note}"
+        verdict = "that is within the noise"
+        if its.is_clear:
+            verdict = "proved" if its.value > 1 else "it makes the job slower"
+        return (
+            f"{what}: {its.value:.2f} times the samples/s ({its.interval}, {plural(its.rounds, 'round')}; "
+            f"expected {self.action.speed:.2f}): {verdict}."
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """The results of a diagnosis."""
+class Diagnosis:
+    """What a diagnosis has come to."""
 
+    subject: str
+    """ranks, engine and job"""
     evidence: Evidence
     causes: Sequence[Cause]
-    advice: Sequence[Action]
-    backend: str
-    note: str = ""
-    """why the diagnosis ended early; empty if it did not"""
+    """the largest first"""
+    unclear: Sequence[Cause]
+    """those within the noise"""
+    actions: Sequence[Action]
+    tried: list[Tried] = field(default_factory=list)
+    failure: str = ""
+    """why the job has failed as it is; empty if it has not"""
+    warnings: Sequence[str] = ()
+    again: Sequence[str] = ()
+    """what to type for the actions to be tried"""
 
     @property
     def switches(self) -> list[Switch]:
@@ -50,88 +70,105 @@ class Report:
         return find_switches(self.evidence, with_threads=not told)
 
 
-def show(report: Report) -> None:
-    """Print the tables and the sentences."""
-    out, evidence = console(), report.evidence
+def conclude(diagnosis: Diagnosis) -> Report:
+    """Return all that a diagnosis has to say."""
+    return Report(
+        title="Diagnosed",
+        subject=diagnosis.subject,
+        verdicts=[*_verdicts(diagnosis)],
+        warnings=[*diagnosis.warnings, *_warnings(diagnosis.evidence)],
+        tables=[*_tables(diagnosis)],
+        pictures=[*draw(diagnosis.evidence.profiles)],
+        notes=[*_notes(diagnosis)],
+        advice=diagnosis.again,
+        data=_data(diagnosis),
+    )
+
+
+def _verdicts(diagnosis: Diagnosis) -> Iterator[Verdict]:
+    evidence, causes, switches = diagnosis.evidence, diagnosis.causes, diagnosis.switches
+    if diagnosis.failure:
+        yield Verdict(diagnosis.failure, "failed", ["What follows is from its steps until then."])
+    for switch in switches:
+        at = f"{switch.where}: " if switch.where else ""
+        yield Verdict(f"On in every step: {at}{switch.text}.", "sure")
+    for cause in causes:
+        largest = "The largest loss: " if cause is causes[0] else ""
+        share = f"{cause.seconds / evidence.step_s:.0%} of a step"
+        text = f"{largest}{CAUSES[cause.kind].name}, {share}: {cause.evidence}."
+        yield Verdict(text, "sure", [*_to_do(cause, diagnosis)])
+    if diagnosis.unclear:
+        within = ", ".join(f"{CAUSES[cause.kind].name} ({_with_error(cause)})" for cause in diagnosis.unclear)
+        more = "More runs (--budget-s), on a quiet machine, would tell."
+        yield Verdict(f"Within the noise, in ms of a step: {within}.", details=[more])
+    elif not (causes or switches):
+        yield Verdict("Nothing takes more than a twentieth of a step but computing: there is little to gain.")
+
+
+def _to_do(cause: Cause, diagnosis: Diagnosis) -> Iterator[str]:
+    actions = [action for action in diagnosis.actions if action.cause == cause.kind]
+    for action in actions:
+        gain = f" (expected: {action.speed:.2f} times the samples/s, {action.low:.2f} to {action.high:.2f})"
+        yield f"To do: {action.text}{gain if action.speed > 1 else ''}."
+        yield from (str(tried) for tried in diagnosis.tried if tried.action is action)
+    if not actions and cause in leading(diagnosis.causes):
+        yield "Nothing is known that makes this cheaper."
+
+
+def _with_error(cause: Cause) -> str:
+    return f"{ms(cause.seconds)} \u00b1 {ms(SIGMAS * cause.error)}"
+
+
+def _warnings(evidence: Evidence) -> Iterator[str]:
+    figure = evidence.figure(NORMAL)
+    if NO_EXCHANGE in evidence.runs and figure is not None and figure[1] == float("inf"):
+        yield (
+            "each kind of run was made once, so that nothing is concluded from their differences: more --budget-s "
+            "allows more runs"
+        )
+
+
+def _tables(diagnosis: Diagnosis) -> Iterator[Table]:
+    evidence = diagnosis.evidence
+    rest = max(0.0, evidence.step_s - sum(cause.seconds for cause in diagnosis.causes))
+    lost = [
+        (CAUSES[cause.kind].name, *_with_error(cause).split(" ", 1), f"{cause.seconds / evidence.step_s:.0%}")
+        for cause in diagnosis.causes
+    ]
+    lost.append(("the rest: computing the samples", ms(rest), "", f"{rest / evidence.step_s:.0%}"))
+    yield Table("What a step's time goes to", ("", "ms", "95 %", "of a step"), lost)
     rows = []
     for name, figures in evidence.runs.items():
         step, rate = evidence.figure(name), evidence.figure(name, "samples_per_s")
         shown = milliseconds(step[0]) if step else "", number(rate[0]) if rate else ""
         rows.append((name, *shown, str(len(figures))))
     if rows:
-        out.print(make_table("What was run", ("", "ms of a typical step", "samples/s", "runs"), rows))
-    parts = [(CAUSES[c.kind].name, c.seconds, SIGMAS * c.error) for c in report.causes]
-    rest = evidence.step_s - sum(seconds for _, seconds, _ in parts)
-    lost = [
-        (text, milliseconds(seconds), f"\u00b1 {milliseconds(error)}", *_bar(seconds / evidence.step_s))
-        for text, seconds, error in [*parts, ("the rest: computing the samples", max(rest, 0.0), 0.0)]
-    ]
-    columns = ("", "ms", "95 %", "of a step", "")
-    out.print(make_table("What a step's time goes to", columns, lost, words=(0, 4)))
-    for text in sentences(report):
-        out.print(text, markup=False)
+        yield Table("What was run", ("", "ms of a typical step", "samples/s", "runs"), rows)
 
 
-def _bar(share: float) -> tuple[str, str]:
-    return f"{share:.0%}", "#" * round(BAR_LENGTH * max(share, 0))
-
-
-def sentences(report: Report) -> list[str]:
-    """Return the conclusions, a sentence each."""
-    evidence, said = report.evidence, []
-    if report.note:
-        said.append(f"{report.note} What follows is from the runs until then.")
+def _notes(diagnosis: Diagnosis) -> Iterator[str]:
+    evidence = diagnosis.evidence
     normal, alone = evidence.figure(NORMAL), evidence.figure(ALONE)
     if normal and alone:
-        said.append(
-            f"A rank is at {alone[0] / normal[0]:.0%} of the speed that one rank has alone ({evidence.ranks} "
-            f"ranks on {report.backend})."
-        )
-    for switch in report.switches:
-        at = f"{switch.where}: " if switch.where else ""
-        said.append(f"On in every step: {at}{switch.text}")
-    if not report.causes:
-        if report.switches:
-            return said
-        return [*said, "Nothing takes more than a twentieth of a step but computing: there is little to gain."]
-    for cause in report.causes:
-        said.append(
-            f"{CAUSES[cause.kind].name}, {cause.seconds / evidence.step_s:.0%} of a step: {cause.evidence}"
-        )
-    said[-len(report.causes)] = f"The largest loss: {said[-len(report.causes)]}"
-    share = sum(cause.seconds for cause in report.causes) / evidence.step_s
+        share = alone[0] / normal[0]
+        yield f"A rank of {evidence.ranks} is at {share:.0%} of the speed that one rank has alone."
+    share = sum(cause.seconds for cause in diagnosis.causes) / evidence.step_s
     if share > OVERLAPPING:
-        said.append(
-            f"Together that is {share:.0%} of a step, since some of it goes on at the same time, on several "
-            f"ranks: to mend one cause may gain less than its share."
+        yield (
+            f"Together the losses are {share:.0%} of a step: some go on at the same time, on several ranks, and "
+            "to mend one may gain less than its share."
         )
-    for cause in leading(report.causes):
-        if all(action.cause != cause.kind for action in report.advice):
-            said.append(f"Nothing is known that makes this cheaper: {CAUSES[cause.kind].name}.")
-    for place, action in enumerate(report.advice, 1):
-        gain = f" (expected: {action.speed:.2f} times the samples/s, {action.low:.2f} to {action.high:.2f})"
-        said.append(f"{place}. {action.text}{gain if action.speed > 1 else ''}")
-    return said
+    steps = plural(min(profile.steps for profile in evidence.profiles), "step")
+    busy = f"{evidence.machine.other_cores:.1f} of {plural(evidence.cores, 'core')}"
+    yield f"Stacks are of {steps} on each rank; other programs kept {busy} busy meanwhile."
 
 
-def describe_tried(tried: Tried) -> str:
-    """Return a sentence about an action that was tried."""
-    what, its = f"tried {tried.action.title}", tried.ratio
-    if its is None:
-        return f"{what}: {tried.note}"
-    verdict = "not told from noise" if not its.is_clear else "proved" if its.value > 1 else "it makes it slower"
-    return (
-        f"{what}: {its.value:.2f} times the samples/s ({its.interval}, {plural(its.rounds, 'round')}; "
-        f"expected {tried.action.speed:.2f}): {verdict}"
-    )
-
-
-def as_json(report: Report, tried: Sequence[Tried]) -> dict[str, Any]:
-    """Return the report in plain JSON."""
-    evidence = report.evidence
+def _data(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return everything in plain JSON."""
+    evidence = diagnosis.evidence
     made: dict[str, Any] = msgspec.to_builtins(
         {
-            "backend": report.backend,
+            "subject": diagnosis.subject,
             "ranks": evidence.ranks,
             "facts": dict(evidence.facts),
             "step_s": evidence.step_s,
@@ -139,13 +176,13 @@ def as_json(report: Report, tried: Sequence[Tried]) -> dict[str, Any]:
             "machine": asdict(evidence.machine) | {"cores": evidence.cores},
             "exchange": None if evidence.line is None else asdict(evidence.line),
             "causes": [
-                {"name": CAUSES[its.kind].name, "share": its.seconds / evidence.step_s, **asdict(its)}
-                for its in report.causes
+                {"name": CAUSES[cause.kind].name, "share": cause.seconds / evidence.step_s, **asdict(cause)}
+                for cause in diagnosis.causes
             ],
-            "switches": [switch._asdict() for switch in report.switches],
-            "advice": [asdict(action) for action in report.advice],
-            "note": report.note,
-            "tried": [its._asdict() for its in tried],
+            "unclear": [asdict(cause) for cause in diagnosis.unclear],
+            "switches": [switch._asdict() for switch in diagnosis.switches],
+            "actions": [asdict(action) for action in diagnosis.actions],
+            "tried": [tried._asdict() for tried in diagnosis.tried],
         }
     )
     return made

@@ -70,9 +70,9 @@ class Trials:
             profiles=profiles,
             machine=replace(self._machine, other_cores=other_cores(profiles)),
             cores=len(cpu_ids()),
-            is_trainer_job=bool(facts.get("on_trainer")),
+            is_trainer_job=any(profile.on_trainer for profile in profiles),
             facts=facts,
-            runs=self.figures,
+            runs=dict(self.figures),
             line=self._line,
         )
 

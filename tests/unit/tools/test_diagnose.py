@@ -16,6 +16,7 @@ from pages import open_page
 from hvd_trainer.measure import machine, stacks
 from hvd_trainer.measure.command import with_options
 from hvd_trainer.measure.measured import MeasuredTrial
+from hvd_trainer.measure.report import Report
 from hvd_trainer.measure.stack_record import (
     CallCount,
     Frame,
@@ -29,13 +30,13 @@ from hvd_trainer.measure.stacks import StackSampler
 from hvd_trainer.measure.stats import ratio
 from hvd_trainer.tools.diagnose import machine_use
 from hvd_trainer.tools.diagnose.actions import Action, find_actions
-from hvd_trainer.tools.diagnose.causes import find_causes
+from hvd_trainer.tools.diagnose.causes import find_candidates, find_causes
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, TWICE, Cause, Evidence, Line
-from hvd_trainer.tools.diagnose.flame_graph import render, speedscope
+from hvd_trainer.tools.diagnose.flame_graph import speedscope
 from hvd_trainer.tools.diagnose.lone import mark_lone
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch, other_cores
 from hvd_trainer.tools.diagnose.profile import RankProfile, read_profiles, role_of, together_s
-from hvd_trainer.tools.diagnose.report import Report, Tried, describe_tried, sentences
+from hvd_trainer.tools.diagnose.report import Diagnosis, Tried, conclude
 from hvd_trainer.tools.diagnose.switches import find_switches
 from hvd_trainer.tools.diagnose.trials import Trials, plan_variants
 
@@ -192,7 +193,7 @@ CASES = {
         *((WAITS,), "data waits", 20, "more threads or processes in the data's own loader: it waits"),
         known={"facts": FACTS | {"has_own_loader": True}},
     ),
-    # The facts of a job's work come with its end; without them, the advice was that for a script.
+    # The facts of a job's work come with its end.
     "data of a job that failed": Case((WAITS,), "data waits", 20, "--workers ", known={"facts": {}}),
     # Two loader processes that take 40 ms each: two batches come at once. It was once "hiccups".
     "a loader that is always too slow": Case(
@@ -369,6 +370,14 @@ CASES = {
 }
 
 
+def report_on(evidence: Evidence, **more: Any) -> Report:
+    """Return the report on evidence, without advice."""
+    candidates = find_candidates(evidence)
+    causes, unclear = ([one for one in candidates if one.is_clear is clear] for clear in (True, False))
+    given = {"subject": "train.py", "evidence": evidence, "causes": causes, "unclear": unclear, "actions": []}
+    return conclude(Diagnosis(**given | more))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_verdict_on(name: str) -> None:
     case = CASES[name]
@@ -381,9 +390,8 @@ def test_verdict_on(name: str) -> None:
     assert case.shown in first.evidence
     advice = [action for action in find_actions(causes, case.evidence) if action.cause == case.kind]
     if case.advice is None:
-        report = Report(evidence=case.evidence, causes=causes, advice=advice, backend="ddp")
         assert advice == []
-        assert any(text.startswith("Nothing is known that makes this cheaper") for text in sentences(report))
+        assert report_on(case.evidence).verdicts[0].details == ["Nothing is known that makes this cheaper."]
         return
     assert advice[0].text.startswith(case.advice)
     assert "--batch-size" not in advice[0].text or case.kind == "swap"
@@ -394,8 +402,7 @@ def test_causes_that_go_on_at_once_are_said_to() -> None:
     """Rank 0 waits at a line for 30 ms, and rank 1, which has more to do, in the queue for as long."""
     busy = make_rank(COMPUTE._replace(ms=40, queued=0.75, cpu=0.25))
     evidence = Evidence(profiles=[make_rank(COMPUTE, CALL._replace(ms=30)), busy], cores=8, facts=FACTS)
-    report = Report(evidence=evidence, causes=find_causes(evidence), advice=[], backend="ddp")
-    assert any(text.startswith("Together that is 150% of a step") for text in sentences(report))
+    assert any(text.startswith("Together the losses are 150% of a step") for text in report_on(evidence).notes)
 
 
 # What the differences between runs show.
@@ -430,8 +437,8 @@ def test_nothing_is_advised_from_a_difference_within_the_noise(
     runs = runs_of(*figures)
     evidence = Evidence(profiles=[rank, rank], cores=8, facts=FACTS, runs=runs, line=LINE, machine=machine)
     assert find_causes(evidence) == []
-    report = Report(evidence=evidence, causes=[], advice=[], backend="ddp")
-    assert sentences(report)[-1].startswith("Nothing takes more than a twentieth")
+    (verdict,) = report_on(evidence).verdicts
+    assert verdict.text.startswith("Nothing takes more than a twentieth")
 
 
 def test_interval_of_few_runs_is_students() -> None:
@@ -474,6 +481,15 @@ def test_all_runs_are_sampled_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for label in (NORMAL, NO_EXCHANGE, ALONE):
         trials.run(replace(normal, label=label), 10)
     assert asked == [{"sample_stacks": True}] * 3
+
+
+def test_a_trainer_job_is_known_before_it_has_come_to_its_end(tmp_path: Path) -> None:
+    """Where the first run failed, the advice was that for a script."""
+    normal = MeasuredTrial(label=NORMAL, job=("train.py",), engine="ddp", ranks=1)
+    for on_trainer in (True, False):
+        trials = Trials(normal, tmp_path / "out", 60)
+        trials.profiles.append([make_rank(COMPUTE, on_trainer=on_trainer)])
+        assert trials.evidence().is_trainer_job is on_trainer
 
 
 def test_no_gain_above_that_of_the_run_without_the_exchange() -> None:
@@ -541,8 +557,8 @@ def test_switches_are_told_with_their_line(tmp_path: Path) -> None:
         told["variable"].text
         == "TORCH_DISTRIBUTED_DEBUG=DETAIL is for a search only: unset TORCH_DISTRIBUTED_DEBUG"
     )
-    said = sentences(Report(evidence=evidence, causes=[], advice=[], backend="ddp"))
-    assert said[0].startswith("On in every step: train.py:3: anomaly detection is on")
+    first = report_on(evidence, causes=[], unclear=[]).verdicts[0]
+    assert first.text.startswith("On in every step: train.py:3: anomaly detection is on")
     assert find_switches(Evidence(profiles=[make_rank(COMPUTE)] * 2, cores=4)) == []
 
 
@@ -625,13 +641,17 @@ def test_runs_with_parts_left_out_are_planned_only_for_what_is_unexplained() -> 
 
 @pytest.mark.parametrize(
     ("after", "verdict"),
-    [([15.0, 15.3, 14.9], "proved"), ([10.1, 9.8, 10.2], "not told from noise"), ([5.0, 5.1, 4.9], "slower")],
+    [
+        ([15.0, 15.3, 14.9], "proved."),
+        ([10.1, 9.8, 10.2], "that is within the noise."),
+        ([5.0, 5.1, 4.9], "it makes the job slower."),
+    ],
 )
 def test_what_was_tried_has_an_interval(after: list[float], verdict: str) -> None:
     its = ratio(after, [10.0, 10.1, 9.9])
-    text = describe_tried(Tried(Action(cause="data waits", text="--workers 2: why", speed=1.6), its))
+    text = str(Tried(Action(cause="data waits", text="--workers 2: why", speed=1.6), its))
     assert text.startswith(
-        f"tried --workers 2: {its.value:.2f} times the samples/s (95 % interval {its.low:.2f} to {its.high:.2f}"
+        f"Tried --workers 2: {its.value:.2f} times the samples/s (95 % interval {its.low:.2f} to {its.high:.2f}"
     )
     assert "3 rounds; expected 1.60" in text
     assert text.endswith(verdict)
@@ -782,17 +802,53 @@ def test_role_of_a_stack() -> None:
 # The page and the file for speedscope.
 
 
-@pytest.mark.parametrize("width", [390, 1200])
+RUNPY = Frame("<frozen runpy>", 88, "_run_code", "exec", "library")
+STARTED = Frame("/x/hvd_trainer/utils/execute.py", 40, "execute", "exec", "hvd_trainer")
+
+
+@pytest.mark.parametrize("width", [400, 1280])
 def test_page_in_a_browser(browser: Any, tmp_path: Path, width: int) -> None:
-    """A box is as wide as its share; nothing is wider than the window, nothing is loaded, nothing goes wrong."""
-    ranks = make_rank(COMPUTE, CALL), make_rank(COMPUTE, reduce_for(50))
-    (tmp_path / "diagnosis.html").write_text(render(ranks, "train.py <b>", ["a callback, 83% of a step"]))
+    """A box is as wide as its share, and begins at the user's code; nothing is wider than the window."""
+    script = Part(50, (RUNPY, STARTED, EVALUATE, CALLBACK), "after step")
+    evidence = Evidence(profiles=[make_rank(COMPUTE, script), make_rank(COMPUTE, reduce_for(50))])
+    report_on(evidence, subject="train.py <b>").write(tmp_path, "diagnosis")
     page = open_page(browser, tmp_path / "diagnosis.html", width)
-    assert page.locator(".flame").count() == 2
-    whole = page.locator(".flame").first.bounding_box()
-    box = page.get_by_text("Save.on_step_end train.py:34").first.bounding_box()
-    assert box["width"] / whole["width"] == pytest.approx(50 / 60, abs=0.02)
-    assert "50.00 ms a step, 83.3%" in page.get_by_text("time.sleep").first.get_attribute("title")
+    assert page.locator("figure").count() == 2
+    box = page.locator("g", has_text="Save.on_step_end train.py:34").first
+    share = box.bounding_box()["width"] / page.locator("figure > svg").first.bounding_box()["width"]
+    assert share == pytest.approx(50 / 60, abs=0.02)
+    assert "Save.on_step_end train.py:34: 50.00 ms a step, 83.3%" in box.text_content()
+    drawn = " ".join(page.locator("figure").all_text_contents())
+    assert "execute.py" not in drawn
+    assert "runpy" not in drawn
+    first, last = (page.get_by_text(text).bounding_box() for text in ("The largest loss", "What a step's time"))
+    assert first["y"] < page.locator("figure").first.bounding_box()["y"] < last["y"]
+
+
+def test_what_the_runs_warned_of_is_in_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Page, Markdown and JSON said nothing of other programs, of runs that had failed, or of too few."""
+    runs = {label: figures[:1] for label, figures in runs_of(30, 22, 10, 12, 0).items()}
+    evidence = Evidence(profiles=[make_rank(COMPUTE, reduce_for(20))] * 2, facts=FACTS, runs=runs)
+    told = ["other programs are at work", "a run alone has failed: out of memory"]
+    failure = "The job ended early: ValueError"
+    report = report_on(evidence, warnings=told, failure=failure)
+    report.show()
+    report.write(tmp_path, "diagnosis")
+    shown = capsys.readouterr().out
+    for said in (shown, *((tmp_path / f"diagnosis.{kind}").read_text() for kind in ("md", "html", "json"))):
+        for text in (failure, *told, "each kind of run was made once"):
+            assert text in said
+
+
+def test_a_difference_within_the_noise_is_said_to_be() -> None:
+    """It was "nothing takes more than a twentieth of a step", however much the runs differed."""
+    runs = runs_of(30, 20, 30, 60, 0)
+    for figures in runs.values():  # of three runs one takes five times as long
+        figures[0] = {name: 5 * value for name, value in figures[0].items() if name != "parts"}
+    evidence = Evidence(profiles=[make_rank(COMPUTE._replace(ms=30))] * 2, cores=8, facts=FACTS, runs=runs)
+    (verdict,) = report_on(evidence).verdicts
+    assert verdict.state == "unsure"
+    assert verdict.text.startswith("Within the noise, in ms of a step: exchanging gradients (")
 
 
 def test_speedscope_file_has_a_profile_per_rank() -> None:

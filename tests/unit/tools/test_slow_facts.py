@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, dataloader
 
@@ -53,17 +55,29 @@ def test_own_collectives_are_counted_by_line() -> None:
     assert (line[0], sums.calls, sums.bytes, len(sums.seconds)) == ("all_reduce", 3, 120, 3)
     assert (barriers.calls, barriers.bytes) == (1, 0)
     calls.clear()
-    gathered: list[Any] = [None]
-    dist.all_gather_object(gathered, "calls others within")
-    assert [name for name, _ in calls.counts] == ["all_gather_object"]
+    dist.broadcast_object_list(["calls broadcast within, twice"], src=0)
+    assert [name for name, _ in calls.counts] == ["broadcast_object_list"]
 
 
 @pytest.mark.usefixtures("patched", "group")
-def test_what_a_library_exchanges_is_not_the_users() -> None:
+def test_what_an_engine_exchanges_is_not_the_users() -> None:
+    """Each of these calls `dist.all_reduce` below a line of the user's; a hook's was that of `backward()`."""
+    callers: list[str] = []
+    exchange = dist.all_reduce
+
+    def all_reduce(*args: Any, **kwargs: Any) -> Any:
+        callers.append(sys._getframe(2).f_code.co_name)
+        return exchange(*args, **kwargs)
+
+    dist.all_reduce = all_reduce
     calls = CollectiveCalls()
     calls.install()
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    with model.join():
+        model(torch.ones(2, 4)).sum().backward()
+    model.register_comm_hook(None, allreduce_hook)
     model(torch.ones(2, 4)).sum().backward()
+    assert {"notify_join_context", "_allreduce_fut"} <= {*callers}
     assert calls.counts == {}
 
 
