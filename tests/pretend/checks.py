@@ -37,7 +37,7 @@ def train(job: str, text: str, log_dir: str = "") -> int:
     from hvd_trainer.config.parser import parse
     from hvd_trainer.jobs import imdb, mnist, options
 
-    words = [*text.split(), "--quiet", "--device", device.NAME, *(["--log-dir", log_dir] if log_dir else [])]
+    words = [*text.split(), "--quiet", *(["--log-dir", log_dir] if log_dir else [])]
     run, kind = {"mnist": (mnist.train, options.MnistOptions), "imdb": (imdb.train, options.ImdbOptions)}[job]
     run(parse(kind, words))
     assert device.library().late_writes() == 0, f"{text}: memory was written after it had been freed"

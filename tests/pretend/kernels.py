@@ -33,7 +33,9 @@ def _dims(input: Any) -> list[int]:
 
 def batch_norm_stats(input: Any, eps: float) -> Any:
     """Return mean and 1 / sqrt(variance + eps) of each channel."""
-    var, mean = input.float().var_mean(_dims(input), correction=0)
+    import torch
+
+    var, mean = torch.var_mean(input.float(), _dims(input), correction=0)
     return mean, (var + eps).rsqrt()
 
 

@@ -23,7 +23,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_delays", &set_delays);
   module.def("set_blocking", &set_blocking);
   module.def("stop_streams", &stop_streams);
-  module.def("fail", [](const std::string& error, int device) { current_queue(device).push([error] { fail(error); }); });
+  // The current stream does nothing more until the marker is reached.
+  py::class_<Marker, std::shared_ptr<Marker>>(module, "Marker").def("reach", &Marker::reach);
+  module.def("hold", [](int device) {
+    auto marker = std::make_shared<Marker>();
+    current_queue(device).wait(marker);
+    return marker;
+  });
   module.def("on_host_wait", [](py::function callback) {
     // Never freed: threads of PyTorch call it until the process has ended.
     auto* kept = new py::function(std::move(callback));

@@ -101,7 +101,7 @@ void run(const std::vector<Exchange>& exchanges, State& state) {
     for (const auto& work : works) work->wait();
     for (const auto& exchange : exchanges) exchange.finish();
   } catch (const std::exception& error) {
-    if (!state.is_aborted()) std::fprintf(stderr, "pretend: an exchange waits for ever: %s\n", error.what());
+    if (!state.is_aborted()) std::fprintf(stderr, "pretend: an exchange waits for ever: %s\n", text_of(error).c_str());
     state.wait_for_abort();
   }
 }

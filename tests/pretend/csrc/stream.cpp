@@ -6,7 +6,6 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
-#include <cstdio>
 #include <cstdlib>
 #include <thread>
 #include <vector>
@@ -135,7 +134,7 @@ void Queue::work() {
     try {
       task();
     } catch (const std::exception& failure) {
-      fail(failure.what());
+      fail(failure);
     }
   }
 }
@@ -209,11 +208,14 @@ void host_waits_for_device(int device, const char* reason) {
 
 // Errors.
 
-void fail(const std::string& what) {
+std::string text_of(const std::exception& error) {
+  auto* own = dynamic_cast<const c10::Error*>(&error);
+  return own ? own->what_without_backtrace() : error.what();
+}
+
+void fail(const std::exception& what) {
   std::lock_guard<std::mutex> lock(error_mutex);
-  if (!error.empty()) return;
-  error = what;
-  std::fprintf(stderr, "pretend: a kernel failed: %s\n", what.c_str());
+  if (error.empty()) error = text_of(what);
 }
 
 void raise_if_failed() {

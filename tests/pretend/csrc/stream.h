@@ -85,8 +85,9 @@ void host_waits_for_device(int device, const char* reason);
 void wait_silently(const std::shared_ptr<Marker>& mark);
 void on_host_wait(std::function<void(const char*)> callback);
 
+std::string text_of(const std::exception& error);  // without the stack in C++
 // A kernel that has failed makes every later call fail, as on CUDA: nothing on the device can be trusted.
-void fail(const std::string& error);
+void fail(const std::exception& error);
 void raise_if_failed();
 
 // Let threads end what they are at, and begin nothing more: at the end of the process.
