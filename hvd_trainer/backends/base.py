@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -154,6 +154,7 @@ class Backend(ABC):
         """Meet the other ranks, and learn what follows from who they are."""
         session = self.session
         session.connect()
+        accelerator.set_current(self.device)
         if self.uses_nccl:
             session.prepare_nccl()
         session.begin_monitoring(self.abort_exchanges)
@@ -253,11 +254,6 @@ class Backend(ABC):
         """The engine and its version, for the start-up summary."""
 
     @property
-    def exchanges_in_graph(self) -> bool:
-        """Whether a step's exchange is in the device's queue, so that it can be captured with the rest of it."""
-        return True
-
-    @property
     def num_replicas(self) -> int:
         """How many copies of the model this process trains at once, each on its own share of the batch."""
         return 1
@@ -350,7 +346,7 @@ class Backend(ABC):
         packed = [_pack(group) for group in groups.values()]
         with self.activity.waiting():
             self.collectives.broadcast_to_replicas([(tensor, first) for tensor in packed])
-            # Horovod makes only the default stream wait for the result, and the current one may be another.
+            # A rank whose device waits for the others' would count as busy.
             accelerator.synchronize(self.device)
         for group, received in zip(groups.values(), packed, strict=True):
             parts = _as_bytes(received).split([tensor.nbytes for tensor in group])
@@ -414,7 +410,9 @@ class Backend(ABC):
         """
         self.activity.enter("reduce")
         self._finish_exchange(optimizer)
-        self.mark_exchange()
+        if self._exchange_monitor is not None:
+            self._exchange_monitor.mark()
+            self.activity.is_exchanging = self._exchange_monitor.is_exchanging
         self.activity.enter("step")
         if scaler is not None:
             scaler.unscale_(optimizer)
@@ -439,22 +437,6 @@ class Backend(ABC):
     @abstractmethod
     def _finish_exchange(self, optimizer: Optimizer) -> None:
         """Wait until `.grad` of all parameters is the average over ranks."""
-
-    def mark_exchange(self) -> None:
-        """Let the health monitor see whether the device has finished this step's exchange."""
-        if self._exchange_monitor is not None:
-            self._exchange_monitor.mark()
-            self.activity.is_exchanging = self._exchange_monitor.is_exchanging
-
-    @contextmanager
-    def pause_observers(self) -> Iterator[None]:
-        """Inside the block, time no phases and watch no exchanges: the device only captures them for later."""
-        listeners, self.activity.listeners = self.activity.listeners, []
-        monitor, self._exchange_monitor = self._exchange_monitor, None
-        try:
-            yield
-        finally:
-            self.activity.listeners, self._exchange_monitor = listeners, monitor
 
     def confirm_exchanges(self) -> None:
         """Raise if values read from the device may come from an aborted exchange. A collective.

@@ -86,7 +86,7 @@ class DDPBackend(Backend):
             del self._ddp.reducer, self._ddp.logger, self._ddp.process_group
             self._ddp = None
         self.collectives.replica_process_group = None
-        process_group.stop()
+        process_group.stop(at_once=failed and self.uses_nccl)
 
     def _check_model(self, model: nn.Module) -> None:
         if not any(p.requires_grad for p in model.parameters()):

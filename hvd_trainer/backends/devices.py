@@ -16,7 +16,7 @@ Devices = int | Sequence[str]
 
 
 def choose_devices(world: World, kind: str = "auto", devices: Devices = 1) -> list[torch.device]:
-    """Pin this process to its devices, and make the first of them the current one.
+    """Return the devices of this process, the first of which the caller may make its current one.
 
     Args:
         kind: `auto`, `cpu`, or a type of accelerator.
@@ -39,7 +39,6 @@ def choose_devices(world: World, kind: str = "auto", devices: Devices = 1) -> li
     else:
         numbers = gpu_numbers(world.local_rank, world.local_size, visible, devices)
         chosen = [torch.device(found, number) for number in numbers]
-    accelerator.set_current(chosen[0])
     return chosen
 
 

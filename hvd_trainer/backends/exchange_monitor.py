@@ -12,6 +12,7 @@ from contextlib import suppress
 import torch
 
 from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.threads import start_thread
 
 MAX_ANSWER_S = 0.2
 """How long to wait for the device before it counts as busy."""
@@ -44,7 +45,7 @@ class ExchangeMonitor:
             return False
         if self._awaited_mark != self._marks:
             self._awaited_mark, self._reached = self._marks, threading.Event()
-            threading.Thread(target=self._wait, args=(self._reached,), name="exchange", daemon=True).start()
+            start_thread(self._wait, "exchange", self._reached, device=self._device)
         return not self._reached.wait(MAX_ANSWER_S)
 
     def _wait(self, reached: threading.Event) -> None:

@@ -29,6 +29,7 @@ from hvd_trainer.backends.horovod_start import (
     patch_set,
     rank_variables,
 )
+from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION
 from hvd_trainer.backends.unused_parameters import check_unused, unused_everywhere
 from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.rendezvous.ranks import check_world
@@ -73,10 +74,6 @@ class HorovodBackend(Backend):
     @property
     def _uses_mpi(self) -> bool:
         return self.options.transport == "mpi" or self.options.adasum
-
-    @property
-    def exchanges_in_graph(self) -> bool:
-        return False
 
     # Starting and ending.
 
@@ -160,9 +157,7 @@ class HorovodBackend(Backend):
             if wakes and not own_fusion:
                 wanted |= WAKE_ON_ENQUEUE
         if self.uses_nccl:
-            # A handle is done once its operation is in NCCL's queue, and the default stream waits for the result.
-            # Without this the host waits, and queues the update and the next step only when the GPU is idle.
-            wanted["HOROVOD_ENABLE_ASYNC_COMPLETION"] = "1"
+            wanted |= ASYNC_COMPLETION
             if self.session.driver is not None:
                 # Else Horovod would wait on the GPU for a dead rank. With it, it polls NCCL for errors all the
                 # time, which takes a core: so only where this rank can go on in another world.
@@ -189,7 +184,7 @@ class HorovodBackend(Backend):
             self.collectives.barrier()
         self._shut_down()
         self._disconnect()
-        process_group.stop()
+        process_group.stop(at_once=failed and self.uses_nccl)
 
     # Training.
 

@@ -7,7 +7,7 @@ queue, and nothing here waits for the device. Why what follows may be queued at 
   torch/mpi_ops_v2.cc:99-109 (all-reduce), :201-218 (groups), :325-331 (all-gather), :556-563 (broadcast), :635-647
   (all-to-all); the event is recorded at common/ops/gpu_operations.cc:114. The callback's thread has no stream of
   its own, so that `GetGPUStream` gives it the default one. So all that reads a result (decompression, a copy, the
-  optimizer, tree sums) must be queued on the default stream, or on one that waits for that, after `wait`.
+  optimizer, tree sums) must be queued on the default stream, or on one that `follow`s it.
 - The next gradients are written into a bucket on the same stream, thus after the operation; and NCCL's stream
   waits for the event that the next call records (torch/ready_event.cc:56, common/ops/nccl_operations.cc:180).
 - `.grad.set_` in `synchronize` (torch/optimizer.py:299) changes what the tensor refers to, not memory.
@@ -32,7 +32,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from hvd_trainer.backends.buckets import Bucket, BucketExchange, Reducer
-from hvd_trainer.backends.horovod_waiter import Waiter
+from hvd_trainer.backends.horovod_waiter import Waiter, follow
 
 _NUMBERS = itertools.count()
 
@@ -76,6 +76,7 @@ class HorovodBucketExchange(BucketExchange):
         for handle, _ in self._wrapped._handles.values():
             self._waiter.wait(handle)
         self._wrapped.synchronize()
+        follow(list(self._flats.values()))
         for flat in self._flats.values():
             if flat.grad is not None and flat.grad.data_ptr() != flat.data_ptr():
                 flat.data.copy_(flat.grad)  # compression has put the result elsewhere
@@ -112,6 +113,7 @@ class HorovodTensorReducer(Reducer):
             if isinstance(handle, int):
                 self._waiter.wait(handle)
         self._wrapped.synchronize()
+        follow([group["params"] for group in self._wrapped.param_groups])
 
     def _send_incomplete_groups(self) -> None:
         """Send the groups of which some parameter got no gradient in the last backward pass.

@@ -1,11 +1,20 @@
-"""Waiting for Horovod's operations."""
+"""Waiting for Horovod's operations.
+
+With `ASYNC_COMPLETION` an operation on an accelerator is done once it is in the device's queue, and the device's
+default stream waits for its end (why that suffices: `horovod_reducer`). After `follow` the current one does, too.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.tensors import tensors_in
+
+T = TypeVar("T")
 
 PAUSE_S = 100e-6
 """How long to sleep between two polls of a Horovod that `install-horovod` has not built."""
@@ -14,6 +23,9 @@ MAX_WAIT_S = 0.1
 SPIN_S = 50e-6
 """How long to poll without a pause where that is worth a core: a thread that sleeps is woken 50 us late, and on an
 accelerator the next step's first operations wait for it."""
+
+ASYNC_COMPLETION = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
+"""For Horovod on NCCL. Without it the host waits, and queues the update and the next step when the GPU is idle."""
 
 WaitDone = Callable[[int, float], int]
 """Wait until Horovod has completed more than so many operations, or so many seconds; return how many."""
@@ -59,6 +71,19 @@ def wait_until(
     return True
 
 
+def completes_asynchronously(hvd: Any) -> bool:
+    """Return whether a Horovod exchanges this machine's tensors by NCCL, in the device's own queue."""
+    return accelerator.COLLECTIVES.get(accelerator.kind() or "") == "nccl" and bool(hvd.nccl_built())
+
+
+def follow(received: T) -> T:
+    """Let the current stream wait for what Horovod's `synchronize` has returned, and return it."""
+    for tensor in tensors_in(received):
+        if not accelerator.is_host(tensor.device):
+            accelerator.follow_default_stream(tensor)
+    return received
+
+
 class Waiter:
     """Wait for Horovod's operations without holding the CPU, and not for ever.
 
@@ -87,7 +112,7 @@ class Waiter:
             TimeoutError: as `wait`, which also raises what `check` does.
         """
         self.wait(handle)
-        return self._hvd.synchronize(handle)
+        return follow(self._hvd.synchronize(handle))
 
     def wait(self, handle: int) -> None:
         """Wait for an operation, and leave its result to whoever asks for it next.

@@ -90,13 +90,26 @@ def standalone_group(store: dist.Store, rank: int, size: int, device: torch.devi
     # Imported before there is a group, for the reason in `start`.
     import torch.distributed.nn.functional  # noqa: F401
 
-    backend = accelerator.collectives(device)
-    kind: Any = getattr(dist, f"ProcessGroup{'Gloo' if backend == 'gloo' else backend.upper()}")
-    if backend == "gloo":
-        return kind(store, rank, size, NO_TIMEOUT)
-    options = kind.Options()
-    options._timeout = NO_TIMEOUT
-    return kind(store, rank, size, options)
+    if accelerator.is_host(device):
+        return dist.ProcessGroupGloo(store, rank, size, NO_TIMEOUT)
+    name = accelerator.collectives(device)
+    registry: Any = dist.Backend
+    getattr(registry, "_ensure_backend_registered", lambda name: None)(name)
+    maker = registry._plugins.get(name.upper())
+    if maker is None:  # PyTorch before 2.15 registers none for its own
+        kind = getattr(dist, f"ProcessGroup{name.upper()}")
+        options = kind.Options()
+        options._timeout = NO_TIMEOUT
+        return kind(store, rank, size, options)
+    if not maker.extended_api:
+        return maker.creator_fn(store, rank, size, NO_TIMEOUT)
+    # Of PyTorch's two classes for NCCL, the one that TORCH_DIST_USE_NCCL2 chooses.
+    wanted: Any = dist.distributed_c10d._DistributedBackendOptions()
+    wanted.store, wanted.group_rank, wanted.group_size = store, rank, size
+    wanted.timeout, wanted.group_id = NO_TIMEOUT, "hvd"
+    wanted.process_group = dist.ProcessGroup(store, rank, size)
+    wanted.process_group.bound_device_id = device  # else that of LOCAL_RANK
+    return maker.creator_fn(wanted, None)
 
 
 _END_LOCK = threading.Lock()
@@ -112,8 +125,16 @@ def abort() -> None:
             dist.distributed_c10d._abort_process_group()
 
 
-def stop() -> None:
-    """End all groups; nothing else may still hold one."""
+def stop(*, at_once: bool = False) -> None:
+    """End all groups; nothing else may still hold one.
+
+    Args:
+        at_once: as `abort`, after a failure: else NCCL would wait for what is under way with a dead rank, and let
+            `abort` wait for that.
+    """
+    if at_once:
+        abort()
+        return
     with _END_LOCK:
         if dist.is_initialized():
             gc.collect()

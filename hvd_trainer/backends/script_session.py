@@ -23,6 +23,8 @@ from hvd_trainer.errors import LaunchError
 from hvd_trainer.faults import exchanges
 from hvd_trainer.faults.activity import END, EXCHANGE
 from hvd_trainer.faults.script_phase import phase_of, raised_in_exchange
+from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.threads import start_thread
 
 LOOK_EVERY_S = 1.0
 REPORT_AFTER_S = 600.0
@@ -108,6 +110,7 @@ class ScriptSession:
         if self._session is None:
             self._session = session = Session(self._options)
             session.connect()
+            accelerator.set_current(session.device)
             if uses_nccl:
                 session.prepare_nccl(keeps_timeouts=self._timeout_s is None)
             session.begin_monitoring()
@@ -122,8 +125,7 @@ class ScriptSession:
         if is_first:
             for stream in (sys.stdout, sys.stderr):
                 self._count_output(stream)
-            self._watcher = threading.Thread(target=self._watch_main_thread, name="watch", daemon=True)
-            self._watcher.start()
+            self._watcher = start_thread(self._watch_main_thread, "watch")
         if self._engine is not None:
             atexit.unregister(self._engine.shutdown)
 

@@ -24,7 +24,7 @@ from hvd_trainer.backends.horovod_start import (
     patch_set,
     rank_variables,
 )
-from hvd_trainer.backends.horovod_waiter import wait_done, wait_until
+from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, completes_asynchronously, wait_done, wait_until
 from hvd_trainer.c10d.process_sets import ProcessSets
 from hvd_trainer.c10d.work import Completer, HorovodWork, Operation
 from hvd_trainer.errors import BackendError
@@ -65,7 +65,8 @@ class HorovodContext:
             )
         self.size = size
         self.interface: str | None = None
-        variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(timeout.total_seconds()))), **_tuning()}
+        limit_s = str(max(1, round(timeout.total_seconds())))
+        variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": limit_s, **_tuning(self.hvd)}
         if size == 1:
             variables |= {"HOROVOD_ELASTIC": "0"}
         else:
@@ -122,7 +123,7 @@ class HorovodContext:
         work = HorovodWork(self.hvd, operation, previous, self.completer, self._forget)
         with self._lock:
             self._under_way[operation.name] = work
-        if work.is_completed():
+        if work.advance():
             self._forget(work)
         return work
 
@@ -177,12 +178,14 @@ def meet(store: dist.Store, rank: int, size: int) -> tuple[World, list[RankInfo]
     return world, numbered, me.address if world.num_nodes > 1 else LOOPBACK
 
 
-def _tuning() -> dict[str, str]:
+def _tuning(hvd: ModuleType) -> dict[str, str]:
     """Return Horovod's settings, except those that the user's environment has."""
     # DDP's buckets are large already: fusing them would copy them.
     wanted = {"HOROVOD_FUSION_THRESHOLD": "0"}
     if patch_set() >= MIN_PATCH_SET_WAKE and "HOROVOD_CYCLE_TIME" not in os.environ:
         wanted |= WAKE_ON_ENQUEUE
+    if completes_asynchronously(hvd):
+        wanted |= ASYNC_COMPLETION
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 

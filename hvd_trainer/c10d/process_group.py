@@ -338,6 +338,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
                 begin=lambda name: [begin(f"{name}.{i}") for i, begin in enumerate(begins) if begin is not None],
                 finish=finish,
                 result=result,
+                device=tensors[0].device,
                 timeout_s=(timeout if timeout > UNSET else self._timeout).total_seconds(),
                 description=f"{kind} in group {self._group} on rank {self._me} of {self._size}",
             )

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hvd_trainer.errors import first_line
+from hvd_trainer.utils.threads import start_thread
 
 UNLIMITED = timedelta(days=365)
 """A wait that ends at its time limit spoils the connection to a TCPStore, so the thread ends at a request."""
@@ -42,10 +43,7 @@ class ProcessSets:
         if size > 2:  # else every group is all ranks, or one
             requests = store.clone()  # while one thread waits, others that share its connection do
             requests.set_timeout(UNLIMITED)
-            self._thread = threading.Thread(
-                target=self._run, args=(requests,), name="horovod-process-sets", daemon=True
-            )
-            self._thread.start()
+            self._thread = start_thread(self._run, "horovod-process-sets", requests)
 
     def acquire(self, ranks: Ranks, group_store: dist.Store, timeout_s: float) -> Any:
         """Return the process set of a new group. A collective of its members.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType
@@ -14,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hvd_trainer.backends.horovod_waiter import MAX_WAIT_S, WaitDone, wait_until
+from hvd_trainer.backends.horovod_waiter import MAX_WAIT_S, WaitDone, follow, wait_until
 from hvd_trainer.errors import first_line
+from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.threads import start_thread
 
 NO_TIMEOUT = timedelta(0)
 Future = torch.futures.Future
@@ -36,6 +39,8 @@ class Operation:
     """put what Horovod returned for the handles in its place"""
     result: Any = None
     """of `Work.result`, and of the future"""
+    device: torch.device
+    """of the tensors"""
     timeout_s: float
     description: str
     """for errors"""
@@ -75,6 +80,11 @@ class HorovodWork(dist._Work):
         self._future: Future[Any] | None = None
         self._is_future_done = False
         self._lock = threading.Lock()
+        # All that is done with the tensors is queued there, whichever thread does it.
+        self._stream = (
+            None if accelerator.is_host(operation.device) else accelerator.current_stream(operation.device)
+        )
+        self._finished: Any = None
         if previous is None:
             self._handles = operation.begin(operation.name)
         elif not self.advance():
@@ -87,8 +97,9 @@ class HorovodWork(dist._Work):
         with self._lock:
             if not self._is_done:
                 try:
-                    if self._has_begun() and self._has_received():
-                        self._end()
+                    with nullcontext() if self._stream is None else accelerator.on_stream(self._stream):
+                        if self._has_begun() and self._has_received():
+                            self._end()
                 except Exception as error:  # in whichever thread it occurs, it is for who waits
                     self._fail(error)
         return self._is_done
@@ -107,9 +118,12 @@ class HorovodWork(dist._Work):
         while self._handles:
             if not self._hvd.poll(self._handles[0]):
                 return False
-            self._received.append(self._hvd.synchronize(self._handles.pop(0)))
+            self._received.append(follow(self._hvd.synchronize(self._handles.pop(0))))
         assert self._operation is not None
         self._operation.finish(self._received)
+        if self._stream is not None:
+            self._finished = accelerator.event(self._operation.device)
+            self._finished.record(self._stream)
         return True
 
     def _fail(self, error: Exception) -> None:
@@ -163,6 +177,7 @@ class HorovodWork(dist._Work):
         """Return the result, or raise why there is none."""
         if self._error is not None:
             raise self._error
+        self.synchronize()
         return self._result
 
     # What torch.distributed asks for.
@@ -178,6 +193,7 @@ class HorovodWork(dist._Work):
             raise dist.DistBackendError(self._timeout_text(timeout_s))
         if self._error is not None:
             raise self._error
+        self.synchronize()
         return True
 
     def get_future(self) -> Future[Any]:
@@ -196,8 +212,8 @@ class HorovodWork(dist._Work):
         return self._future
 
     def is_completed(self) -> bool:
-        """Return whether the operation is done."""
-        return self.advance()
+        """Return whether the operation is done, on its device, too."""
+        return self.advance() and (self._finished is None or bool(self._finished.query()))
 
     def is_success(self) -> bool:
         """Return whether the operation is done, and did not fail."""
@@ -212,7 +228,9 @@ class HorovodWork(dist._Work):
         return self._result
 
     def synchronize(self) -> None:
-        """Do nothing: what is done is done on the device, too."""
+        """Let the current stream wait for the results of an operation that is done; nothing on the CPU."""
+        if self._finished is not None and self._stream is not None:
+            accelerator.current_stream(self._stream.device).wait_event(self._finished)
 
 
 def accelerators(value: Any) -> Iterator[torch.device]:
@@ -262,8 +280,7 @@ class Completer:
     def _provide_thread(self) -> None:
         if self._works and not self._num_free and not self._is_closed:
             self._num_free += 1
-            self._threads.append(threading.Thread(target=self._run, name="horovod-futures", daemon=True))
-            self._threads[-1].start()
+            self._threads.append(start_thread(self._run, "horovod-futures"))
 
     def _run(self) -> None:
         while True:

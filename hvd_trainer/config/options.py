@@ -111,9 +111,6 @@ class TrainOptions:
     """keep the weights of convolutions channels last, which GPUs compute faster with bf16, fp16 and TF32"""
     cudnn_benchmark: bool = False
     """on GPUs: try cuDNN's ways to compute a convolution, once for each shape, and keep the quickest"""
-    capture_step: bool = False
-    """on CUDA GPUs: capture the step as a graph after its first 11 times, and launch it at once from then on; for
-    batches of one shape, with an optimizer made with fused=True (the jobs' own are)"""
     seed: Annotated[int, Ge(0), COMMON] = 0
     """seed of weights, data order and dropout"""
     workers: Annotated[int | None, Ge(0)] = None

@@ -176,20 +176,6 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "--compile does not go with {parallel.cut_by}: compile the blocks yourself, with block.compile()",
         ),
     ),
-    "A step captured as a CUDA graph (`--capture-step`)": (
-        *_each(
-            given("--capture-step"),
-            "--capture-step launches one and the same step again and again: leave it out, or leave out {option}",
-            (
-                *("--accumulate", "--reproducible", "--precision fp16", "--non-finite skip"),
-                *("--compile-mode {train.compile_mode}", "--stages, --chunks and --devices-per-rank"),
-                *("--shard {parallel.shard}", "--activation-checkpointing"),
-                *("--backend data-parallel", "--transport gloo", "--compression powersgd"),
-                # By these a step is not the same each time, or is Horovod's own.
-                *("--find-unused-parameters", "--sync-batch-norm", "--adasum", "--num-groups"),
-            ),
-        ),
-    ),
     "A model or batches in parts (`--stages`, `--chunks`, `--devices-per-rank`)": (
         *_each(
             given(without="--stages"),

@@ -10,12 +10,13 @@ import json
 import sys
 from collections.abc import Callable
 from concurrent.futures import wait
+from functools import partial
 from typing import Any, NamedTuple
 
 from hvd_trainer.utils.process import start_in_thread
 
-RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-"""of PyTorch: for Gloo, and for NCCL"""
+NCCL_SINCE_2_15 = "nccl2"
+"""the name of PyTorch's newer class of groups for NCCL, and of what it records"""
 ANSWER_TIMEOUT_S = 2.0
 
 
@@ -51,8 +52,18 @@ def progress() -> list[Any]:
 
 
 def _recorders() -> list[Callable[..., bytes]]:
-    module = sys.modules.get("torch._C._distributed_c10d")
-    return [getattr(module, name) for name in RECORDERS if hasattr(module, name)]
+    """Return what gives the records of Gloo, and of each of PyTorch's classes for NCCL that there is."""
+    module: Any = sys.modules.get("torch._C._distributed_c10d")
+    found = [getattr(module, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
+    if hasattr(module, "ProcessGroupNCCL2"):
+        found.append(partial(module._dump_fr_trace_json, backend=NCCL_SINCE_2_15))
+    if any(found):
+        from hvd_trainer.utils import accelerator  # imports torch, as those have
+
+        device = accelerator.in_use()
+        if device is not None:
+            accelerator.set_current(device)  # they query events
+    return [recorder for recorder in found if recorder is not None]
 
 
 def _exchanges() -> list[Exchange]:

@@ -31,6 +31,7 @@ from hvd_trainer.faults.root_cause import Event, Heartbeat, RootCause
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
 from hvd_trainer.utils.network import LOOPBACK, shut_down_connections
+from hvd_trainer.utils.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -318,7 +319,7 @@ class Monitor(ABC):
         if elastic_timeout_s is not None and cause.rank != self.world.rank:
             exit_in_s = elastic_timeout_s
             self._hang_up_at = time.monotonic() + EXIT_GRACE_S
-            threading.Thread(target=self.settings.abort_exchanges, name="abort", daemon=True).start()
+            start_thread(self.settings.abort_exchanges, "abort")
         if cause.reported:
             reporter.has_reported = True
         if cause.rank == self.world.rank:

@@ -51,8 +51,8 @@ class Operation:
         if request.finished is not None:
             stream = accelerator.current_stream(request.tensors[0].device)
             stream.wait_event(request.finished)
-            for output in request.outputs:
-                output.record_stream(stream)
+            for tensor in (*request.outputs, *request.tensors):
+                tensor.record_stream(stream)
         if request.signature.kind == Kind.ALLTOALL:
             received = torch.tensor(request.result, dtype=torch.int32, device=self._splits_on)
             return request.outputs[0], received

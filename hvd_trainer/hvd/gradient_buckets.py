@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import torch
@@ -19,11 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvd_trainer.backends.buckets import Bucket, assign
-from hvd_trainer.hvd.common.bucket_schedule import BucketSchedule, BucketSize
+from hvd_trainer.hvd.collective import Collective, Operation
+from hvd_trainer.hvd.common.bucket_schedule import BucketSize
 from hvd_trainer.hvd.common.controller import Controller
 from hvd_trainer.hvd.common.executor import GROUP_OPS
-from hvd_trainer.hvd.common.request import DTYPES, Kind, Request, Signature
+from hvd_trainer.hvd.common.process_sets import ProcessSet
+from hvd_trainer.hvd.common.request import DTYPES, Kind, Op, Request, Signature
 from hvd_trainer.hvd.compression import Compressor
+from hvd_trainer.utils import accelerator
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's default."""
@@ -59,6 +63,50 @@ class Reduction:
     """one of those of `Compression`"""
 
 
+class Exchange(Protocol):
+    """What reduces the buckets of one optimizer: a `BucketSchedule`, or `NegotiatedBuckets`."""
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def send(self, bucket: Tensor) -> None: ...
+
+    def wait(self, number: int) -> None: ...
+
+
+class NegotiatedBuckets:
+    """Buckets on accelerators, each reduced by an operation that all members have asked for.
+
+    So all that a process set exchanges on a device is queued by one thread at a time, on one communicator, in one
+    order on all members. NCCL's operations wait for each other in a circle if members queue them in another order.
+
+    Args:
+        names: of the buckets, the same on all members.
+    """
+
+    def __init__(self, process_set: ProcessSet, controller: Controller, names: Sequence[str], op: int) -> None:
+        self._process_set, self._controller, self._names = process_set, controller, names
+        self._op = Op.SUM if op == Op.AVERAGE else op
+        self._sent: list[Operation] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether operations have ended."""
+        return self._controller.ended is not None
+
+    def send(self, bucket: Tensor) -> None:
+        """Start to reduce the next bucket of this step, in place."""
+        name = self._names[len(self._sent)]
+        asked = Collective(Kind.ALLREDUCE, [bucket], name, self._process_set, op=self._op)
+        self._sent.append(asked.submit(in_place=True))
+
+    def wait(self, number: int) -> None:
+        """Let the current stream wait until a bucket of this step is reduced; all in turn, as they were sent."""
+        self._sent[number].outputs()
+        if number == len(self._names) - 1:
+            self._sent = []
+
+
 class GradientBuckets:
     """Reduces the gradients of some parameters in each step.
 
@@ -69,8 +117,8 @@ class GradientBuckets:
         parameters: whose gradients they are.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], schedule: BucketSchedule, reduction: Reduction) -> None:
-        self._buckets, self._schedule, self._reduction = buckets, schedule, reduction
+    def __init__(self, buckets: Sequence[Bucket], exchange: Exchange, reduction: Reduction) -> None:
+        self._buckets, self._exchange, self._reduction = buckets, exchange, reduction
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
         self.parameters = self._bucket_of.keys()
         self._num_sent = 0
@@ -80,7 +128,7 @@ class GradientBuckets:
     @property
     def are_over(self) -> bool:
         """Whether there is no further step: a member has joined, or operations have ended."""
-        return self._schedule.is_over
+        return self._exchange.is_over
 
     def add(self, parameter: Tensor) -> None:
         """Take a parameter's gradient, which is finished; once in a step."""
@@ -105,13 +153,13 @@ class GradientBuckets:
         torch._foreach_copy_(bucket.views, grads)
         if self._reduction.factor_before != 1.0:
             bucket.flat.mul_(self._reduction.factor_before)
-        self._schedule.send(bucket.flat)
+        self._exchange.send(bucket.flat)
 
-    def receive(self, store: Callable[[Tensor, Tensor], None]) -> None:
+    def receive(self, store: Callable[[Sequence[Tensor], Sequence[Tensor]], None]) -> None:
         """Wait for the results of a step, bucket by bucket, and begin the next step.
 
         Args:
-            store: called with each parameter and its reduced gradient, which the next step overwrites.
+            store: called with parameters and their reduced gradients, which the next step overwrites.
 
         Raises:
             HorovodInternalError: operations have ended.
@@ -120,25 +168,29 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
         for number, bucket in enumerate(self._buckets):
-            self._schedule.wait(number)
+            self._exchange.wait(number)
             if self._reduction.factor_after != 1.0:
                 bucket.flat.mul_(self._reduction.factor_after)
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                store(parameter, view)
+            store(bucket.parameters, bucket.views)
 
     def abandon(self) -> None:
         """Forget the gradients of a step that has begun; the other ranks are not kept waiting for them."""
         if any(bucket.missing < len(bucket.parameters) for bucket in self._buckets):
             self.send_rest()
-            self.receive(lambda parameter, reduced: None)
+            self.receive(lambda parameters, reduced: None)
 
 
 def propose(
-    controller: Controller, groups: Sequence[Sequence[Tensor]], names: Mapping[Tensor, str], reduction: Reduction
+    process_set: ProcessSet,
+    controller: Controller,
+    groups: Sequence[Sequence[Tensor]],
+    names: Mapping[Tensor, str],
+    reduction: Reduction,
 ) -> Request:
     """Ask the other members of a process set to reduce gradients in buckets from now on.
 
     Args:
+        controller: of the process set.
         groups: the parameters that may share a bucket, in the order in which their gradients get finished.
 
     Returns:
@@ -165,7 +217,12 @@ def propose(
             Bucket.of([parameters[gradient.name] for gradient in bucket], DTYPES[bucket[0].dtype])
             for bucket in proposals[0].buckets
         ]
-        sizes = [BucketSize(len(b.flat), b.flat.dtype, b.flat.device) for b in buckets]
+        if not all(accelerator.is_host(bucket.flat.device) for bucket in buckets):
+            firsts = [f"bucket.{bucket[0].name}" for bucket in proposals[0].buckets]
+            return GradientBuckets(
+                buckets, NegotiatedBuckets(process_set, controller, firsts, reduction.op), reduction
+            )
+        sizes = [BucketSize(len(bucket.flat), bucket.flat.dtype) for bucket in buckets]
         all_names = [f"allreduce.{gradient.name}" for bucket in proposals[0].buckets for gradient in bucket]
         schedule = controller.schedules.open(sizes, all_names, GROUP_OPS[reduction.op])
         result = GradientBuckets(buckets, schedule, reduction)

@@ -232,7 +232,7 @@ class _GradientReducer(_BackwardPasses):
         for wait in waits:
             wait()
         for buckets in self._buckets:
-            buckets.receive(_store)
+            buckets.receive(_store_all)
         if dense and self.compression in (Compression.none, Compression.fp16, Compression.bf16):
             self._propose(dense)
 
@@ -247,7 +247,10 @@ class _GradientReducer(_BackwardPasses):
                 factor_after=self.predivide / size,
                 compression=self.compression,
             )
-            self._proposed = controller, propose(controller, self._grouped(parameters), self.names, reduction)
+            self._proposed = (
+                controller,
+                propose(self.process_set, controller, self._grouped(parameters), self.names, reduction),
+            )
 
     def _grouped(self, parameters: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         """Return the parameters that may share a bucket, in the given order."""
@@ -295,6 +298,18 @@ def _store(parameter: Tensor, reduced: Tensor) -> None:
         parameter.grad = reduced.to_sparse()
     elif reduced is not grad:
         grad.copy_(reduced)
+
+
+def _store_all(parameters: Sequence[Tensor], reduced: Sequence[Tensor]) -> None:
+    """Make dense tensors the gradients of parameters, those that have dense ones in one operation."""
+    grads, values = [], []
+    for parameter, value in zip(parameters, reduced, strict=True):
+        if parameter.grad is None or parameter.grad.is_sparse:
+            _store(parameter, value)
+        else:
+            grads.append(parameter.grad)
+            values.append(value)
+    torch._foreach_copy_(grads, values)
 
 
 class _DistributedOptimizer(Optimizer):

@@ -57,8 +57,6 @@ def obey(message: Message, options: TrainerOptions) -> TrainerOptions:
     if "exchange" in message.leave_out and (parallel.shard == "full" or train.reproducible is not None):
         option = "--reproducible" if train.reproducible is not None else "--shard full"
         raise OptionError(f"Without the exchange of gradients this job cannot train: {option} needs it")
-    if message.trace_steps is not None and train.capture_step:
-        raise OptionError("--capture-step launches a step whose parts cannot be traced: leave it out of the job")
     changes: dict[str, Any] = {}
     if message.engine is not None:
         changes["backend"] = message.engine

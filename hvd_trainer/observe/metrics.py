@@ -121,11 +121,6 @@ class Meter:
                 )
         return weights
 
-    @property
-    def keeps_outputs(self) -> bool:
-        """Whether some metric may hold on to the outputs that it is given."""
-        return bool(self._objects)
-
     def local_loss(self) -> float:
         """Return this rank's mean loss so far: waits for the device, so ask seldom."""
         self._read()

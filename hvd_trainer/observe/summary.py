@@ -21,7 +21,6 @@ KERNELS = {
     "tf32": "TF32",
     "channels_last": "channels last",
     "cudnn_benchmark": "cuDNN's quickest",
-    "capture_step": "steps captured as a graph",
 }
 """Options on how a device computes, and the words for them in the start-up summary."""
 

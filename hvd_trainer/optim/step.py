@@ -235,6 +235,3 @@ class TrainStep:
             outputs = self.bare(inputs)
             loss = mean_loss(self.loss, outputs, targets, weight)
         meter.add(loss, outputs, targets, samples_in(batch), weight)
-
-    def close(self) -> None:
-        """Release what holds the engine's connections: nothing here."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,6 @@ from hvd_trainer.observe.metrics import Metric
 from hvd_trainer.observe.profile import Profile
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.observe.run_log import RunLog
-from hvd_trainer.optim.captured_step import CapturedStep
 from hvd_trainer.optim.learning_rate import Scheduler, StepRate, check_decay, count_warmup_steps, make_scheduler
 from hvd_trainer.optim.non_finite import NonFiniteGuard
 from hvd_trainer.optim.reproducible import ReproducibleStep
@@ -39,7 +38,6 @@ from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.pipeline_layout import make_layout
 from hvd_trainer.training.kernels import check_kernels
 from hvd_trainer.training.run import TrainingRun
-from hvd_trainer.utils import accelerator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +187,9 @@ class _RunBuilder:
         if train.channels_last:
             inputs.model.to(memory_format=torch.channels_last)
         self._layout.compile(inputs.model)
-        with accelerator.side_stream(backend.device) if train.capture_step else nullcontext() as stream:
-            model, optimizer = self._layout.prepare(
-                inputs.model, inputs.optimizer, lambda: next(iter(train_loader.epoch(0)))[0]
-            )
+        model, optimizer = self._layout.prepare(
+            inputs.model, inputs.optimizer, lambda: next(iter(train_loader.epoch(0)))[0]
+        )
         parts = StepParts(
             backend=backend,
             model=model,
@@ -207,15 +204,6 @@ class _RunBuilder:
             weight=inputs.weight,
             exchange="exchange" not in self._leave_out,
         )
-        step = self._make_step(parts, stream, is_uniform=train_loader.in_memory)
-        self._resources.callback(step.close)
-        return step
-
-    def _make_step(self, parts: StepParts, stream: Any, *, is_uniform: bool) -> TrainStep:
-        """Return the kind of step that the options ask for."""
-        train = self._options.train
-        if train.capture_step:
-            return CapturedStep(parts, stream, is_uniform=is_uniform)
         if train.reproducible is None:
             return self._layout.make_step(parts)
         return ReproducibleStep(

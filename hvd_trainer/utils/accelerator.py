@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,6 +92,17 @@ def set_current(device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
 
 
+def in_use() -> torch.device | None:
+    """Return a device on which this process has a context: this thread's current one, if it is one; else None."""
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type not in COLLECTIVES or not torch.get_device_module(found).is_initialized():
+        return None  # before anything counts the devices, which takes a while
+    type_, current = found.type, torch.get_device_module(found).current_device()
+    has_context: Callable[[int], bool] = torch._C._cuda_hasPrimaryContext if type_ == "cuda" else current.__eq__
+    numbers = sorted(range(count(type_)), key=lambda number: number != current)
+    return next((torch.device(type_, number) for number in numbers if has_context(number)), None)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until a device has finished all work that was queued on it."""
     if not is_host(device):
@@ -116,51 +127,26 @@ def current_stream(device: torch.device) -> Any:
     return torch.get_device_module(device).current_stream(device)
 
 
-def on_stream(stream: Any) -> AbstractContextManager[Any]:
-    """Send this thread's work to a stream, inside the context."""
-    context: AbstractContextManager[Any] = torch.get_device_module(stream.device).stream(stream)
-    return context
+def follow_default_stream(tensor: torch.Tensor) -> None:
+    """Let the current stream of a tensor's device wait for the default one, and use the tensor after that."""
+    current = current_stream(tensor.device)
+    if current.stream_id != 0:
+        current.wait_stream(torch.Stream(0, current.device_index, current.device_type))
+        tensor.record_stream(current)
 
 
 @contextmanager
-def side_stream(device: torch.device) -> Iterator[Any]:
-    """Send this thread's work to a new stream inside the context, which yields it; later work waits for it.
+def on_stream(stream: Any) -> Iterator[None]:
+    """Send this thread's work to a stream of any device, inside the context.
 
-    Gradients are accumulated on the stream that was current when an engine registered its hooks on them. A graph
-    with the accumulation in it must be captured on the same stream; forward and backward passes before that are on
-    another one, of which PyTorch would warn.
+    PyTorch's own context sets the stream of the thread's device at its end, which may have no context so far.
     """
-    # Older versions of PyTorch have neither the warning nor this function.
-    getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda _: None)(False)
-    stream = new_stream(device)
-    stream.wait_stream(current_stream(device))
-    with on_stream(stream):
-        yield stream
-    current_stream(device).wait_stream(stream)
+    module = torch.get_device_module(stream.device)
+    with module.device(stream.device), module.stream(stream):
+        yield
 
 
 # How it computes.
-
-
-def can_capture(device: torch.device) -> bool:
-    """Return True if a device's work can be captured as a graph, whose launch is one call."""
-    return device.type == "cuda"
-
-
-def capture(run: Callable[[], None], stream: Any) -> Callable[[], None]:
-    """Capture the work that a function queues on the current device as a graph, without executing it.
-
-    Addresses of tensors are part of the graph: its inputs must stay in place, and each launch overwrites its
-    results. Other threads, such as a loader's, may use the device during the capture.
-
-    Returns:
-        A function that launches the graph on the stream that is current then.
-    """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        run()
-    replay: Callable[[], None] = graph.replay
-    return replay
 
 
 def has_cudnn(device: torch.device) -> bool:

@@ -7,7 +7,6 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 ONE_RANK = {
     "compiled into CUDA graphs": "--backend single --compile --compile-mode reduce-overhead",
-    "whole steps as CUDA graphs": "--backend single --capture-step --batch-size 32",
     "TF32, channels last, cuDNN's benchmark": "--backend single --tf32 --channels-last --cudnn-benchmark",
     "a GPU and the CPU": "--backend single --devices {device}:0 cpu --chunks 2",
     "loader processes": "--backend ddp --workers 2",
@@ -39,7 +38,6 @@ NCCL = {
     "optimizer sharded": "--shard optimizer",
     "clipped": "--max-norm 1",
     "bf16 on the wire": "--compression bf16",
-    "steps as CUDA graphs": "--capture-step --batch-size 32",
     "compiled": "--compile",
 }
 NCCL_OF_ONE = {
@@ -73,7 +71,6 @@ FAULTS = {
 """Faults of tests/support/faulty_job.py, each with the ranks that fail."""
 
 SPEED = {
-    "captured as one CUDA graph": "--capture-step",
     "compiled into CUDA graphs": "--compile --compile-mode reduce-overhead",
 }
 """Other ways to train MNIST to 99 %, and to take steps of `quick`."""
@@ -87,7 +84,7 @@ RESNET = {
 """Each beside a raw loop with the same."""
 
 
-GPUS_ONLY = {"--capture-step", "--cudnn-benchmark", "--tf32"}
+GPUS_ONLY = {"--cudnn-benchmark", "--tf32"}
 
 
 def needs_in(text: str) -> tuple[str, ...]:

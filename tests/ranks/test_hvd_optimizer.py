@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from launchers import QUICKEST, launch, requires, run_ranks
 from torch import Tensor, nn
 
 from hvd_trainer import hvd
+from hvd_trainer.hvd import gradient_buckets
 from hvd_trainer.hvd.common import basics
 
 pytestmark = pytest.mark.warm
@@ -347,6 +349,34 @@ def check_released_buckets_are_closed() -> None:
     for _ in range(6):
         mean_steps(*wrapped_model(), 2)
     assert len(basics.controller(0).schedules._schedules) < 25
+
+
+def check_buckets_on_accelerators_are_negotiated() -> None:
+    """They had connections of their own, NCCL's among them, and ranks queued on both in different orders."""
+    usual, schedules = train(hvd), len(basics.controller(0).schedules._schedules)
+    with mock.patch.object(gradient_buckets, "accelerator", SimpleNamespace(is_host=lambda device: False)):
+        assert train(hvd) == usual
+        model, optimizer = wrapped_model()
+        mean_steps(model, optimizer, 2)
+        before = num_rounds()
+        mean_steps(model, optimizer, 3)
+        assert num_rounds() > before
+        for check in (check_two_optimizers_at_once, check_unnamed_optimizers_in_turn, check_abandoned_gradients):
+            check()
+    assert len(basics.controller(0).schedules._schedules) == schedules
+
+
+def check_gradients_are_stored_by_one_operation() -> None:
+    """One copy for each took a kernel for each on a GPU."""
+    model, optimizer = wrapped_model()
+    mean_steps(model, optimizer, 2)
+    (buckets,) = optimizer._reducer._buckets
+    stored: list[int] = []
+    backward(model)
+    with mock.patch.object(torch, "_foreach_copy_", lambda targets, sources: stored.append(len(targets))):
+        buckets.send_rest()
+        optimizer.synchronize()
+    assert stored[-1] == len([*model.parameters()])
 
 
 def check_timeline_has_buckets() -> None:

@@ -164,7 +164,6 @@ def test_a_message_changes_steps_engine_and_options(tmp_path: Path) -> None:
     [
         (("--reproducible", "2"), {"leave_out": ("exchange",)}),
         (("--shard", "full"), {"leave_out": ("exchange",)}),
-        (("--capture-step",), {"trace_steps": 1}),
     ],
 )
 def test_options_that_a_measurement_cannot_have_are_refused(

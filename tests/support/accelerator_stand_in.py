@@ -16,14 +16,13 @@ from hvd_trainer.utils import accelerator
 class Stream:
     """A queue that only notes what it waits for."""
 
+    device = torch.device("cuda", 1)
+
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name, self._calls = name, calls
 
     def wait_event(self, event: Event) -> None:
         self._calls.append(f"{self.name} waits for {event.number}")
-
-    def wait_stream(self, other: Stream) -> None:
-        self._calls.append(f"{self.name} waits for {other.name}")
 
 
 class Event:
@@ -34,6 +33,9 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         self._calls.append(f"event {self.number} on {stream.name}")
+
+    def query(self) -> bool:
+        return self.done.is_set()
 
     def synchronize(self) -> None:
         self.done.wait()
@@ -49,6 +51,8 @@ class StandIn:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self.free, self.peak = 1000, 0
+        self.used: torch.device | None = None
+        self.places: list[tuple[str, torch.device]] = []
         self.events: list[Event] = []
         self.current, self._side = Stream("compute", self.calls), Stream("side", self.calls)
         for name in vars(StandIn):
@@ -57,6 +61,12 @@ class StandIn:
 
     def is_host(self, device: torch.device) -> bool:
         return False
+
+    def in_use(self) -> torch.device | None:
+        return self.used
+
+    def set_current(self, device: torch.device) -> None:
+        self.places.append((threading.current_thread().name, device))
 
     def synchronize(self, device: torch.device) -> None:
         self.calls.append(f"synchronize {device}")
@@ -70,6 +80,9 @@ class StandIn:
 
     def current_stream(self, device: torch.device) -> Stream:
         return self.current
+
+    def follow_default_stream(self, tensor: Tensor) -> None:
+        self.calls.append(f"{self.current.name} follows")
 
     @contextmanager
     def on_stream(self, stream: Stream) -> Iterator[None]:

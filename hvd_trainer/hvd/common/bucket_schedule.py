@@ -1,12 +1,12 @@
-"""Buckets that the members of a process set reduce in each step, in an order that all know: nothing is negotiated.
+"""Buckets in host memory that the members of a process set reduce in each step, in an order that all know.
 
     flags      which members have joined or shut down: sent before the first bucket
     bucket 0   all-reduced
     bucket 1   ...
 
 A member that joins or shuts down sends its flag in place of its next step, and if it has joined, buckets of zeros.
-So the others' step comes to an end, and they learn that it was the schedule's last one. The connections are the
-schedule's own: what threads ask the controller for meanwhile does not come between buckets.
+So the others' step comes to an end, and they learn that it was the schedule's last one. Nothing is negotiated. The
+connections are the schedule's own: what threads ask the controller for meanwhile does not come between buckets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.settings import Settings
 from hvd_trainer.hvd.common.stall import StallInspector
 from hvd_trainer.hvd.common.timeline import Timeline
-from hvd_trainer.hvd.common.transport import Transport
+from hvd_trainer.hvd.common.transport import CPU, Transport
 
 T = TypeVar("T")
 
@@ -52,11 +52,10 @@ class Owner(Protocol):
 
 @dataclass(frozen=True)
 class BucketSize:
-    """Size of one bucket, the same on all members but for the device's number."""
+    """Size of one bucket, the same on all members."""
 
     num_elements: int
     dtype: torch.dtype
-    device: torch.device
 
 
 class BucketSchedule:
@@ -92,7 +91,7 @@ class BucketSchedule:
         # Last: `_check_wait` is called while the members connect.
         me = owner.ranks.index(owner.rank)
         self._transport = Transport(store, me, len(owner.ranks), owner.session, self._check_wait)
-        self._groups = [self._transport.group(size.device) for size in sizes]
+        self._gloo: Any = self._transport.group(CPU)
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = op
 
@@ -117,14 +116,14 @@ class BucketSchedule:
                 self._send(bucket)
 
     def _send(self, bucket: Tensor) -> None:
-        self._works.append(self._groups[self._num_sent].allreduce([bucket], self._options))
+        self._works.append(self._gloo.allreduce([bucket], self._options))
         self._num_sent = (self._num_sent + 1) % len(self._sizes)
 
     def _send_flags(self, flags: int) -> None:
         self._transport.mesh.send(bytes([flags]))
 
     def wait(self, number: int) -> None:
-        """Wait until a bucket of this step is reduced; on an accelerator, let the current stream wait.
+        """Wait until a bucket of this step is reduced.
 
         Args:
             number: of the bucket, from 0. All must be sent, and are waited for in turn.
@@ -140,7 +139,7 @@ class BucketSchedule:
                 self._owner.drive_to_end()
                 raise HorovodInternalError(self._owner.ended)
             self._is_last_step = any(its[0] for its in flags)
-        self._wait_for(lambda: self._transport.wait(self._works[number], self._sizes[number].device))
+        self._wait_for(lambda: self._transport.wait(self._works[number]))
         if number == len(self._sizes) - 1:
             self._works, self._step = [], self._step + 1
             timeline = self._owner.timeline
@@ -178,7 +177,7 @@ class BucketSchedule:
 
     def _send_zeros(self) -> None:
         size = self._sizes[self._num_sent]
-        self._send(torch.zeros(size.num_elements, dtype=size.dtype, device=size.device))
+        self._send(torch.zeros(size.num_elements, dtype=size.dtype))
 
     def abort(self) -> None:
         """Break the connections."""
@@ -192,7 +191,7 @@ class BucketSchedule:
 
     def free(self) -> None:
         """Free the connections. The optimizer may live longer than they."""
-        self._groups.clear()
+        self._gloo = None
         self._works.clear()
         self._transport.close()
 

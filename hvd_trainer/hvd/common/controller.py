@@ -32,6 +32,7 @@ from hvd_trainer.hvd.common.settings import Settings
 from hvd_trainer.hvd.common.stall import StallInspector
 from hvd_trainer.hvd.common.timeline import Timeline
 from hvd_trainer.hvd.common.transport import Transport
+from hvd_trainer.utils.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -206,8 +207,7 @@ class Controller:
         if self._thread is None:
             with self._state:
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="horovod", daemon=True)
-                    self._thread.start()
+                    self._thread = start_thread(self._run, "horovod")
         if not self._work.is_set():
             self._work.set()
 

@@ -105,7 +105,6 @@ class Executor:
     def _on_stream(self, run: Callable[..., None], jobs: Sequence[Job], device: torch.device) -> None:
         """Queue the operations on a stream of their own, after what the tensors depend on."""
         if device not in self._streams:
-            accelerator.set_current(device)
             self._streams[device] = accelerator.new_stream(device)
         stream = self._streams[device]
         with accelerator.on_stream(stream):
@@ -186,7 +185,7 @@ class Executor:
     def _all_reduce_together(self, parts: Sequence[_Part], signature: Signature, device: torch.device) -> None:
         if len(parts) == 1:
             flat = parts[0].output.view(-1)
-            if parts[0].output is not parts[0].source:
+            if parts[0].output.data_ptr() != parts[0].source.data_ptr():
                 flat.copy_(parts[0].source.view(-1))
         else:
             flat = self._gather_into_buffer([part.source.view(-1) for part in parts])

@@ -46,7 +46,7 @@ class Transport:
         if device not in self._device_groups:
             self._session.prepare_nccl()
             self._device_groups[device] = process_group.standalone_group(
-                dist.PrefixStore("device", self._store), self.member, self.size, device
+                dist.PrefixStore(f"device {len(self._device_groups)}", self._store), self.member, self.size, device
             )
         return self._device_groups[device]
 

@@ -176,13 +176,15 @@ def _set_buckets(module: ModuleType, bucket_mb: float) -> None:
 
 
 def _mark_waits(module: ModuleType, session: ScriptSession) -> None:
-    """Let the session know when Horovod waits for other ranks."""
+    """Let the session know when Horovod waits for other ranks, and the script's stream wait for the result."""
+    from hvd_trainer.backends.horovod_waiter import follow
+
     original = module.synchronize
 
     @functools.wraps(original)
     def synchronize(handle: Any) -> Any:
         with session.waiting():
-            return original(handle)
+            return follow(original(handle))
 
     setattr(module, "synchronize", synchronize)  # noqa: B010  mypy knows no such attribute
 
@@ -229,7 +231,7 @@ def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) 
             importlib.import_module("hvd_trainer.c10d")
             given["backend"], asked = HOROVOD, str(module.Backend(backend))
         if session is not None and session.is_in_charge:
-            world = session.start(uses_nccl="nccl" in backend).world
+            world = session.start(uses_nccl=_uses_nccl(backend, given.get("device_id"))).world
             session.check(given.get("rank", -1), given.get("world_size", -1))
             if given.get("store") is None and given.get("init_method") in (None, "env://"):
                 given.pop("init_method", None)
@@ -266,6 +268,16 @@ def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) 
                 setattr(holder, function.__name__, function)
 
 
+def _uses_nccl(backend: str, device: Any) -> bool:
+    """Return whether `init_process_group` makes groups of NCCL: without a backend's name, too, for its tensors."""
+    if backend != "undefined":
+        return "nccl" in backend
+    from hvd_trainer.utils import accelerator
+
+    kind = accelerator.kind()
+    return accelerator.COLLECTIVES.get(kind or "") == "nccl" and getattr(device, "type", kind) == kind
+
+
 def _wrap_horovod(module: ModuleType, session: ScriptSession | None) -> None:
     """Make `hvd.init` begin the session, and start Horovod among its ranks, whichever launcher started them.
 
@@ -282,6 +294,7 @@ def _wrap_horovod(module: ModuleType, session: ScriptSession | None) -> None:
                 atexit.unregister(self.shutdown)  # others may still exchange: the session ends it
             return result
         from hvd_trainer.backends.horovod_start import rank_variables
+        from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, completes_asynchronously
         from hvd_trainer.rendezvous.ranks import check_world
 
         if session is None or not session.is_in_charge:
@@ -291,6 +304,8 @@ def _wrap_horovod(module: ModuleType, session: ScriptSession | None) -> None:
         started = session.start(uses_nccl=bool(self.nccl_built()))
         several = started.world.size > 1
         variables = rank_variables(started.world, started.peers, started.store, started.address) if several else {}
+        if completes_asynchronously(self):
+            variables |= {name: value for name, value in ASYNC_COMPLETION.items() if name not in os.environ}
         with set_variables(variables):
             result = original(self, *args, **kwargs)
         check_world(started.world, "Horovod", self.rank(), self.size())

@@ -33,7 +33,6 @@ ASPECTS = (
     Aspect("tf32", "TF32"),
     Aspect("channels_last", "channels last"),
     Aspect("cudnn_benchmark", "cuDNN's benchmark"),
-    Aspect("capture_step", "captured step"),
     Aspect("skipped_steps", "skipped steps", across=False),
     Aspect("model", "model"),
     Aspect("parameters", "parameters"),

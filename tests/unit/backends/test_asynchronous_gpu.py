@@ -1,13 +1,15 @@
-"""A GPU that runs behind its host: waiting for it, reading from it, aborting its exchanges, steps as graphs."""
+"""A GPU that runs behind its host: waiting for it, reading from it, aborting its exchanges."""
 
 from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ import torch.distributed as dist
 from accelerator_stand_in import StandIn
 from torch import nn
 
-from hvd_trainer.backends import EngineOptions, create, exchange_monitor
+from hvd_trainer.backends import EngineOptions, create, exchange_monitor, process_group
+from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION
+from hvd_trainer.c10d.context import _tuning
+from hvd_trainer.c10d.work import HorovodWork, Operation
 from hvd_trainer.faults import stack_dump
 from hvd_trainer.faults.activity import Activity, ExchangeAbortedError
 from hvd_trainer.faults.monitor import MonitorSettings
@@ -23,6 +28,7 @@ from hvd_trainer.faults.monitor_server import MonitorServer
 from hvd_trainer.faults.root_cause import RootCause
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
+from hvd_trainer.tools.run.engines import _uses_nccl
 from hvd_trainer.utils import accelerator
 
 GPU = torch.device("cuda", 1)
@@ -47,6 +53,7 @@ def test_gpu_in_an_exchange_counts_as_waiting(gpu: StandIn, monkeypatch: pytest.
     assert not activity.is_waiting, "the driver is not asked while the host gets on"
     activity.since -= 2
     assert activity.is_waiting
+    assert gpu.places == [("exchange", GPU)], "a thread begins on device 0, and would make a context there"
     gpu.events[0].done.set()
     monkeypatch.setattr(exchange_monitor, "MAX_ANSWER_S", 60)
     assert not activity.is_waiting
@@ -96,9 +103,11 @@ def test_survivors_abort_exchanges_in_elastic_mode_only() -> None:
         monitor.close()
 
 
-def test_stack_dump_names_unfinished_nccl_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["nccl", "nccl2"])
+def test_stack_dump_names_unfinished_nccl_exchanges(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both classes of PyTorch for NCCL, of which the newer one has a record like Gloo's."""
     entry = {
-        "profiling_name": "nccl:all_reduce",
+        "profiling_name": f"{kind}:all_reduce",
         "input_sizes": [[1024]],
         "collective_seq_id": 12,
         "process_group": ["0", "default_pg"],
@@ -106,15 +115,19 @@ def test_stack_dump_names_unfinished_nccl_exchanges(monkeypatch: pytest.MonkeyPa
     }
     distributed = torch._C._distributed_c10d
     assert "Exchanges that" not in stack_dump.own_stacks()
-    monkeypatch.setattr(
-        distributed, "_dump_nccl_trace_json", lambda **_: json.dumps({"entries": [entry]}).encode(), raising=False
-    )
+
+    def dump(backend: str = "gloo", **_: Any) -> bytes:
+        return json.dumps({"entries": [entry] if backend == kind else []}).encode()
+
+    monkeypatch.setattr(distributed, "_dump_nccl_trace_json", partial(dump, "nccl"), raising=False)
+    monkeypatch.setattr(distributed, "_dump_fr_trace_json", dump)
+    monkeypatch.setattr(distributed, "ProcessGroupNCCL2", None, raising=False)
     shown: list[str] = []
     asking = threading.Thread(target=lambda: shown.append(stack_dump.own_stacks()))
     asking.start()
     asking.join()
     assert stack_dump.unfinished_section(shown[0]) == (
-        "Exchanges that are not finished:\n  nccl:all_reduce of [[1024]], number 12 of group 0"
+        f"Exchanges that are not finished:\n  {kind}:all_reduce of [[1024]], number 12 of group 0"
     )
     assert "test_asynchronous_gpu.py" in stack_dump.main_thread_section(shown[0])
 
@@ -141,26 +154,117 @@ def test_confirm_exchanges_needs_one_more_exchange(gpu: StandIn, monkeypatch: py
     assert backend.activity.in_exchange
 
 
-def test_capture_uses_the_preparation_stream(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captures on another stream than DDP's own failed: Megatron-LM's pull request 6021."""
+# Groups for NCCL.
 
-    class Graph:
-        def replay(self) -> None:
-            gpu.calls.append("replay")
 
-    @contextmanager
-    def graph(graph: Graph, *, stream: Any, capture_error_mode: str) -> Iterator[None]:
-        gpu.calls.append(f"capture on {stream.name}, {capture_error_mode}")
-        yield
-        gpu.calls.append("end")
+@pytest.mark.parametrize(("chosen", "kind"), [("0", "ProcessGroupNCCL"), ("1", "ProcessGroupNCCL2")])
+def test_standalone_group_is_of_the_class_that_pytorch_chooses(
+    chosen: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c10d = dist.distributed_c10d
+    if not (dist.is_nccl_available() and hasattr(c10d, "ProcessGroupNCCL2")):
+        pytest.skip("this PyTorch has one class for NCCL, or none")
+    made: list[tuple[str, Any]] = []
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    with accelerator.side_stream(GPU) as stream:
-        gpu.calls.append(f"prepare on {gpu.current.name}")
-    launch = accelerator.capture(lambda: gpu.calls.append("step"), stream)
-    launch()
+    def make(name: str) -> Any:
+        result = mock.Mock(side_effect=lambda *given: made.append((name, given)))
+        result.Options = torch._C._distributed_c10d.ProcessGroupNCCL.Options
+        return result
+
+    for name in ("ProcessGroupNCCL", "ProcessGroupNCCL2"):
+        monkeypatch.setattr(c10d, name, make(name))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", c10d.ProcessGroupNCCL)
+    monkeypatch.setattr(dist.Backend, "_plugins", {})
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", chosen)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    process_group.standalone_group(dist.HashStore(), 1, 2, GPU)
+    ((name, given),) = made
+    assert name == kind
+    assert given[1:3] == (1, 2)
+    assert given[3]._timeout == process_group.NO_TIMEOUT
+    assert given[4:] == ((GPU,) if name == "ProcessGroupNCCL2" else ())
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_groups_end_after_a_failure_without_what_is_under_way(
+    at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flush waited for a dead rank, and the monitor's abort for the flush."""
+    ended: list[str] = []
+    for name in ("destroy_process_group", "distributed_c10d._abort_process_group"):
+        own = pkgutil.resolve_name(f"torch.distributed.{name}")
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda own=own: (ended.append(own.__name__), own()))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    process_group.stop(at_once=at_once)
+    assert not dist.is_initialized()
+    assert ended == ["_abort_process_group" if at_once else "destroy_process_group"]
+
+
+# Horovod's groups for torch.distributed.
+
+
+def test_work_is_begun_and_finished_on_the_stream_that_asked_for_it(gpu: StandIn) -> None:
+    """Horovod waits for what its caller's stream has computed, and only the default stream waits for Horovod."""
+    done: set[int] = set()
+    hvd: Any = SimpleNamespace(poll=done.__contains__, synchronize=lambda handle: torch.zeros(1))
+    completer: Any = SimpleNamespace(add=lambda work: None, wait_done=lambda seen, limit_s: 0)
+
+    def work(number: int, previous: HorovodWork | None) -> HorovodWork:
+        operation = Operation(
+            name="sum",
+            group="0",
+            number=number,
+            begin=lambda name: gpu.calls.append(f"begin on {gpu.current.name}") or [number],  # type: ignore[func-returns-value]
+            finish=lambda received: gpu.calls.append(f"finish on {gpu.current.name}"),
+            device=GPU,
+            timeout_s=9,
+            description="a sum",
+        )
+        return HorovodWork(hvd, operation, previous, completer, lambda work: None)
+
+    with accelerator.on_stream(accelerator.new_stream(GPU)):
+        first = work(1, None)
+        second = work(2, first)
+    done |= {1, 2}
+    assert not second.is_completed(), "the device has not reached its end"
+    gpu.events[1].done.set()
+    assert second.is_completed()
+    on_side = ["side follows", "finish on side"]
     assert gpu.calls == [
-        *("side waits for compute", "prepare on side", "compute waits for side"),
-        *("capture on side, thread_local", "step", "end", "replay"),
+        *("begin on side", *on_side, "event 1 on side"),
+        *("begin on side", *on_side, "event 2 on side"),
     ]
+    assert second.wait()
+    assert gpu.calls[-1] == "compute waits for 2"
+
+
+@pytest.mark.parametrize(
+    ("kind", "built", "is_asynchronous"),
+    [("cuda", 22807, True), ("cuda", 0, False), ("xpu", 22807, False), (None, 22807, False)],
+)
+def test_horovod_completes_asynchronously_on_nccl_only(
+    kind: str | None, built: int, is_asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "kind", lambda: kind)
+    monkeypatch.delenv(*ASYNC_COMPLETION, raising=False)
+    hvd: Any = SimpleNamespace(nccl_built=lambda: built)
+    assert (ASYNC_COMPLETION.items() <= _tuning(hvd).items()) is is_asynchronous
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "kind", "uses_nccl"),
+    [
+        ("nccl", None, "cuda", True),
+        ("cpu:gloo,cuda:nccl", None, "cuda", True),
+        ("gloo", None, "cuda", False),
+        ("undefined", None, "cuda", True),
+        ("undefined", torch.device("cpu"), "cuda", False),
+        ("undefined", None, None, False),
+    ],
+)
+def test_groups_without_a_backend_use_nccl_on_gpus(
+    backend: str, device: torch.device | None, kind: str | None, uses_nccl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under `run` their ranks shared a GPU unnoticed, and PyTorch's watchdog ended those of a failed rank."""
+    monkeypatch.setattr(accelerator, "kind", lambda: kind)
+    assert _uses_nccl(backend, device) is uses_nccl

@@ -222,6 +222,32 @@ def test_accelerator_kinds_are_named_in_one_module() -> None:
     assert all(naming[name] for name in NAMES_ACCELERATORS), "one names none any more"
 
 
+THREADS = re.compile(r"(threading\.)?(Thread|Timer)|ThreadPoolExecutor")
+BARE_THREADS = {
+    "utils.threads": "it is there for that",
+    "utils.process": "for tools, which must not import torch",
+    "checkpoint.async_writer": "writes copies in host memory",
+    "faults.monitor": "waits for messages; what it asks of a device, other threads or `exchanges` ask",
+    "faults.preemption": "waits for signals",
+    "hvd.common.mesh": "sends bytes",
+    "measure.stacks": "reads Python's stacks",
+    "rendezvous.slurm_discovery": "waits for connections",
+    "tools.doctor.hosts": "runs programs on other hosts",
+    "training.job": "ends the process after a time",
+}
+
+
+def test_threads_that_may_touch_a_device_start_on_it() -> None:
+    """A thread begins on device 0: its first question to the driver made a context there, on each rank."""
+    starting = {
+        name
+        for name, path in modules().items()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and THREADS.fullmatch(ast.unparse(node.func))
+    }
+    assert starting == {*BARE_THREADS}, "use utils.threads.start_thread, or say why not"
+
+
 def test_training_loop_does_not_branch_on_the_rank() -> None:
     comparisons = [
         f"{name}:{node.lineno}"

@@ -21,6 +21,7 @@ from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous import ranks
 from hvd_trainer.rendezvous.ranks import RankInfo
 from hvd_trainer.utils import accelerator, rng
+from hvd_trainer.utils.threads import start_thread
 
 GPU = torch.device("cuda", 0)
 
@@ -38,6 +39,9 @@ class Driver:
 
     def init(self) -> None:
         pass
+
+    def is_initialized(self) -> bool:
+        return True
 
     def device_count(self) -> int:
         return self.devices
@@ -73,12 +77,30 @@ def install(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Driver:
 # Which device.
 
 
-def test_each_rank_is_pinned_to_its_gpu(driver: Driver) -> None:
-    for local_rank in range(4):
-        choose_devices(World(local_rank, 4, local_rank, 4))
-    assert driver.calls == [("set_device", 0), ("set_device", 1), ("set_device", 0), ("set_device", 1)]
+def test_each_rank_gets_its_gpu(driver: Driver) -> None:
+    chosen = [choose_devices(World(local_rank, 4, local_rank, 4)) for local_rank in range(4)]
+    assert [devices[0].index for devices in chosen] == [0, 1, 0, 1]
     assert choose_devices(World(), "cpu")[0].type == "cpu"
-    assert len(driver.calls) == 4
+
+
+def test_engine_pins_its_rank_to_its_gpu_and_a_session_does_not(driver: Driver) -> None:
+    """`hvd.init` makes a session, and made a context before the script had chosen its GPU."""
+    backend = create(EngineOptions(backend="ddp", device="cuda"), {})
+    with closing(backend.session):
+        backend.session.connect()
+        assert (backend.device, driver.calls) == (torch.device("cuda", 0), [])
+        backend._connect()
+        assert driver.calls == [("set_device", 0)]
+
+
+@pytest.mark.parametrize(("contexts", "chosen"), [((), None), ((1,), 1), ((0, 1), 0)])
+def test_thread_starts_on_a_device_with_a_context(
+    contexts: tuple[int, ...], chosen: int | None, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first call of the driver would make one on device 0, in each rank."""
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", contexts.__contains__, raising=False)
+    start_thread(lambda: driver.calls.append(("runs", None)), "a thread").join()
+    assert driver.calls == [*([] if chosen is None else [("set_device", chosen)]), ("runs", None)]
 
 
 def test_rank_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
