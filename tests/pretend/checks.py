@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu import table
+
 from pretend import device
 
 DIGITS = "--dataset digits --batch-size 32 --max-steps 5"
@@ -26,7 +27,7 @@ RANDOM = ("late side streams", "late default stream")
 
 
 def rows(engine: str) -> dict[str, str]:
-    """Return the ways in which two ranks train images: those of tests/gpu that need nothing of CUDA, and some more."""
+    """Return the ways in which two ranks train images: those of tests/gpu without CUDA's own, and some more."""
     shared = table.NCCL | table.NCCL_OF_ONE[engine] | table.PRETEND
     left_out = {"--compile", "--capture-step"}
     return {name: text for name, text in shared.items() if not left_out & set(text.split())}
@@ -74,7 +75,9 @@ def host_waits(engine: str, texts: Sequence[str]) -> tuple[int, None]:
         for steps in (10, 20):
             waits: Counter[str] = Counter()
             device.library().on_host_wait(lambda reason, waits=waits: waits.update([place(reason)]))
-            rank = train("mnist", f"--dataset digits --backend {engine} --log-every 999 --max-steps {steps} {text}")
+            rank = train(
+                "mnist", f"--dataset digits --backend {engine} --log-every 999 --max-steps {steps} {text}"
+            )
             counts.append(waits)
         more = counts[1] - counts[0]
         assert not more, f"{text}: the host waits in each step: {dict(more)}"
@@ -104,3 +107,24 @@ def resume(text: str, folder: str, order: str) -> tuple[int, None]:
     if rank == 0:
         assert digest(f"{folder}/parts") == digest(f"{folder}/whole"), f"{text}: other weights after a resume"
     return rank, None
+
+
+def generators() -> tuple[int, None]:
+    """Seeds and states are those of the rank's own device, and of no other."""
+    device.install()
+    import torch
+
+    from hvd_trainer.utils import rng
+
+    first, own = torch.device(device.NAME, 0), torch.device(device.NAME, 1)
+    others = torch.pretend.default_generators[0].get_state()  # type: ignore[attr-defined]
+    rng.seed_all(7, own)
+    before = torch.rand(4, device=own).tolist()
+    state = rng.rng_state(own)
+    drawn = torch.rand(4, device=own).tolist()
+    rng.set_rng_state(state, own)
+    assert torch.rand(4, device=own).tolist() == drawn != before
+    rng.seed_all(7, own)
+    assert torch.rand(4, device=own).tolist() == before
+    assert torch.equal(torch.pretend.default_generators[first.index].get_state(), others)  # type: ignore[attr-defined]
+    return 0, None

@@ -10,8 +10,12 @@ from typing import Any
 
 from pretend.imports import ImportHook
 
-OPERATIONS = ("allreduce", "grouped_allreduce", "broadcast", "reducescatter", "grouped_reducescatter")
-"""Of Horovod, with outputs that the caller has allocated."""
+OUTPUTS = {
+    **dict.fromkeys(("allreduce", "grouped_allreduce", "broadcast", "reducescatter", "grouped_reducescatter"), 1),
+    **dict.fromkeys(("allgather", "grouped_allgather"), 1),
+    "alltoall": 2,
+}
+"""Horovod's operations, and which of their arguments are the outputs."""
 
 
 def register(library: Any) -> None:
@@ -24,17 +28,7 @@ def register(library: Any) -> None:
     def create(store: Any, rank: int, size: int, timeout: timedelta = GROUP_TIMEOUT) -> Any:
         return library.make_group(dist.ProcessGroupGloo(store, rank, size, GROUP_TIMEOUT), rank, size)
 
-    class ProcessGroupPCCL:
-        """Makes a group as `ProcessGroupNCCL` does."""
-
-        class Options:
-            _timeout = GROUP_TIMEOUT
-
-        def __new__(cls, store: Any, rank: int, size: int, options: Any = None) -> Any:
-            return create(store, rank, size)
-
     dist.Backend.register_backend(BACKEND, create, devices=[NAME])
-    dist.ProcessGroupPCCL = ProcessGroupPCCL  # type: ignore[attr-defined]
     accelerator.COLLECTIVES[NAME] = BACKEND
     accelerator.HOROVOD.add(NAME)
     ImportHook("horovod.torch.mpi_ops", after=_connect_horovod(library)).install()
@@ -43,62 +37,50 @@ def register(library: Any) -> None:
 def _connect_horovod(library: Any) -> Callable[[ModuleType], None]:
     """Return what lets Horovod's functions take the device's tensors.
 
-    A Horovod for GPUs waits for an event before it reads a tensor. This one was built for CPUs, so here the host waits,
-    without being counted, and gives it a view of the memory. What is behind the call of a real one, its order of
-    streams, is not shown by this.
+    As with NCCL and asynchronous completion, an exchange begins when the current stream has come to it, and its
+    result is there in the order of the default stream. Here the host waits for the first, without being counted:
+    this Horovod was built for CPUs, and is given copies. A real one's own streams are not shown.
     """
+    import torch
 
     def connect(ops: ModuleType) -> None:
-        results: dict[int, Callable[[], Any]] = {}
-        replaced: dict[str, Any] = {}
+        real: dict[str, Any] = {}
+        received: dict[int, list[tuple[Any, Any]]] = {}
 
         def replace(name: str, function: Any) -> None:
-            replaced[name] = getattr(ops, name)
+            real[name] = getattr(ops, name)
             setattr(ops, name, function)
-            # Other modules of Horovod have imported it already, if this process was forked from one with Horovod.
+            # Other modules of Horovod have imported it already where a process is forked from one with Horovod.
             for module in [its for key, its in sys.modules.items() if key.startswith("horovod.torch")]:
-                for key, value in list(vars(module).items()):
-                    if value is replaced[name]:
-                        setattr(module, key, function)
+                for key in [key for key, value in vars(module).items() if value is real[name]]:
+                    setattr(module, key, function)
 
-        def in_place(real: Any) -> Any:
-            def call(tensors: Any, outputs: Any, *rest: Any) -> int:
-                if (device := _device_of(tensors)) is None:
-                    return int(real(tensors, outputs, *rest))
-                library.wait_for_current_stream(device.index)
-                handle: int = real(_view(library, tensors), _view(library, outputs), *rest)
-                ops._handle_map[handle] = (tensors, outputs)
+        def exchange(name: str, position: int) -> Any:
+            """Wrap a function whose argument of this position are its outputs."""
+
+            def call(*arguments: Any) -> int:
+                tensors, outputs = arguments[0], arguments[position]
+                if not _is_on_device(tensors):
+                    return int(real[name](*arguments))
+                sent = _map(library.read, tensors)
+                in_place = position == 1 and outputs is tensors
+                made = sent if in_place else _map(lambda its: torch.empty(its.shape, dtype=its.dtype), outputs)
+                rest = [*arguments[1:position], made, *arguments[position + 1 :]]
+                handle: int = real[name](sent, *rest)
+                ops._handle_map[handle] = (*ops._handle_map[handle][:-1], _result(arguments, position))
+                received[handle] = list(zip(_list(made), _list(outputs), strict=True))
                 return handle
 
             return call
 
-        def gather(tensor: Any, output: Any, *rest: Any) -> int:
-            if (device := _device_of(tensor)) is None:
-                return int(replaced["_allgather_async"](tensor, output, *rest))
-            library.wait_for_current_stream(device.index)
-            on_host = output.cpu()
-            handle: int = replaced["_allgather_async"](library.host_view(tensor), on_host, *rest)
-            results[handle] = lambda: on_host.to(device)
-            return handle
-
-        def all_to_all(tensor: Any, splits: Any, output: Any, received: Any, *rest: Any) -> int:
-            if (device := _device_of(tensor)) is None:
-                return int(replaced["_alltoall_async"](tensor, splits, output, received, *rest))
-            library.wait_for_current_stream(device.index)
-            on_host = output.cpu()
-            view = library.host_view(tensor)
-            handle: int = replaced["_alltoall_async"](view, splits, on_host, received, *rest)
-            results[handle] = lambda: (on_host.to(device), received)
-            return handle
-
         def synchronize(handle: int) -> Any:
-            result = replaced["synchronize"](handle)
-            return results.pop(handle)() if handle in results else result
+            result = real["synchronize"](handle)
+            for values, output in received.pop(handle, ()):
+                library.write(values, output if output.shape == values.shape else output.resize_(values.shape))
+            return result
 
-        for name in OPERATIONS:
-            replace(f"_{name}_async", in_place(getattr(ops, f"_{name}_async")))
-        replace("_allgather_async", gather)
-        replace("_alltoall_async", all_to_all)
+        for name, position in OUTPUTS.items():
+            replace(f"_{name}_async", exchange(f"_{name}_async", position))
         replace("synchronize", synchronize)
         replace("nccl_built", lambda: 1)
         replace("cuda_built", lambda: True)
@@ -106,15 +88,23 @@ def _connect_horovod(library: Any) -> Callable[[ModuleType], None]:
     return connect
 
 
-def _device_of(tensors: Any) -> Any:
-    """Return the device of tensors of the pretend device; None for the host's."""
+def _result(arguments: Any, position: int) -> Any:
+    """Return what `synchronize` returns for a call's arguments: of alltoall also how many rows were received."""
+    outputs = arguments[position]
+    if position > 1:
+        return outputs, arguments[position + 1]
+    return tuple(outputs) if isinstance(outputs, list) else outputs
+
+
+def _is_on_device(tensors: Any) -> bool:
     from pretend.device import NAME
 
-    first = tensors[0] if isinstance(tensors, list | tuple) else tensors
-    return first.device if first.device.type == NAME else None
+    return bool(_list(tensors)[0].device.type == NAME)
 
 
-def _view(library: Any, tensors: Any) -> Any:
-    if isinstance(tensors, list | tuple):
-        return [library.host_view(tensor) for tensor in tensors]
-    return library.host_view(tensors)
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _map(function: Callable[[Any], Any], tensors: Any) -> Any:
+    return [function(tensor) for tensor in tensors] if isinstance(tensors, list | tuple) else function(tensors)

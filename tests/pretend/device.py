@@ -52,8 +52,7 @@ def install(order: str = "as queued") -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module(_library))
     torch.utils.generate_methods_for_privateuse1_backend()
-    # Parameters are moved by an exchange of what two tensors refer to: `tensor.data =` is not for two kinds of device
-    # of which one is PyTorch's private use.
+    # Parameters are moved by exchanging what two tensors refer to: PyTorch has no `tensor.data =` here.
     torch.__future__.set_swap_module_params_on_conversion(True)
 
     from pretend import collectives, kernels

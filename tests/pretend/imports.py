@@ -16,7 +16,7 @@ class ImportHook(MetaPathFinder):
     Args:
         name: the module.
         rewrite: returns the source to run, given the module's own.
-        after: called with the module when it has run, before its importer goes on; at once if it is imported already.
+        after: called with the module when it has run, before its importer goes on; at once if that was before.
     """
 
     def __init__(

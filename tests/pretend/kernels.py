@@ -40,7 +40,14 @@ def batch_norm_stats(input: Any, eps: float) -> Any:
 
 
 def batch_norm_gather_stats_with_counts(
-    input: Any, mean: Any, invstd: Any, running_mean: Any, running_var: Any, momentum: float, eps: float, counts: Any
+    input: Any,
+    mean: Any,
+    invstd: Any,
+    running_mean: Any,
+    running_var: Any,
+    momentum: float,
+    eps: float,
+    counts: Any,
 ) -> Any:
     """Combine the statistics of all ranks, a row each; update the running ones."""
     import torch

@@ -40,7 +40,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
 
   module.def("make_group", &make_group);
-  // For Horovod, which is told of a tensor when it is ready.
-  module.def("wait_for_current_stream", [](int device) { wait_silently(current_queue(device).mark()); });
-  module.def("host_view", &host_view);
+  // For Horovod: a tensor's values when they are ready, and a result in the order of the default stream.
+  module.def("read", [](const at::Tensor& tensor) {
+    wait_silently(current_queue(tensor.device().index()).mark());
+    return host_view(tensor).clone();
+  });
+  module.def("write", [](const at::Tensor& values, const at::Tensor& target) {
+    queue_of(target.device().index(), 0).push([values, view = host_view(target)] { view.copy_(values); });
+  });
 }
