@@ -30,7 +30,7 @@ _SET_BY_IMPORTS = {
     "TORCHINDUCTOR_CACHE_DIR",
 }
 
-TIERS = ("cluster", "launchers", "ranks", "unit")
+TIERS = ("cluster", "pretend", "launchers", "ranks", "unit")
 """The folders of tests, those with the longest files first."""
 _LEFT_BEHIND = pytest.StashKey[str]()
 _GPUS = pytest.StashKey[dict[str, str]]()

@@ -69,7 +69,7 @@ class HorovodBackend(Backend):
 
     @property
     def uses_nccl(self) -> bool:
-        return accelerator.collectives(self.device) == "nccl" and bool(self._hvd.nccl_built())
+        return self.device.type in accelerator.HOROVOD and bool(self._hvd.nccl_built())
 
     @property
     def _uses_mpi(self) -> bool:
@@ -124,7 +124,7 @@ class HorovodBackend(Backend):
         """
         if accelerator.is_host(self.device):
             return
-        if accelerator.collectives(self.device) != "nccl":
+        if self.device.type not in accelerator.HOROVOD:
             raise BackendError(f"Horovod exchanges no tensors of {self.device.type}. Type: --backend ddp")
         if not (self._hvd.cuda_built() or self._hvd.rocm_built()):
             raise BackendError(

@@ -73,7 +73,7 @@ def wait_until(
 
 def completes_asynchronously(hvd: Any) -> bool:
     """Return whether a Horovod exchanges this machine's tensors by NCCL, in the device's own queue."""
-    return accelerator.COLLECTIVES.get(accelerator.kind() or "") == "nccl" and bool(hvd.nccl_built())
+    return accelerator.kind() in accelerator.HOROVOD and bool(hvd.nccl_built())
 
 
 def follow(received: T) -> T:

@@ -93,7 +93,11 @@ class FSDPShards:
     def _equalize(self, tensors: Sequence[Tensor]) -> None:
         """Move tensors to the device and give them the values of the replica group's first rank."""
         for tensor in tensors:
-            tensor.data = tensor.data.to(self._backend.device).contiguous()
+            moved = tensor.detach().to(self._backend.device).contiguous()
+            if isinstance(tensor, nn.Parameter):
+                moved = nn.Parameter(moved, tensor.requires_grad)
+            # Not `tensor.data =`, which PyTorch has for some pairs of devices only.
+            torch.utils.swap_tensors(tensor, moved)
         first = self._backend.replica_group[0]
         self._backend.collectives.broadcast_to_replicas([(tensor.data, first) for tensor in tensors])
 

@@ -16,6 +16,8 @@ import torch
 COLLECTIVES = {"cuda": "nccl", "xpu": "xccl"}
 """The accelerators that ranks train on, and the torch.distributed backend for their tensors. On ROCm, `nccl` is
 RCCL."""
+HOROVOD = {"cuda"}
+"""The accelerators whose tensors Horovod can exchange, if it was built for them."""
 
 
 def kind() -> str | None:

@@ -44,6 +44,13 @@ NCCL_OF_ONE = {
     "horovod": {"groups": "--num-groups 2"},
     "ddp": {"PowerSGD": "--compression powersgd"},
 }
+PRETEND = {
+    "uneven last batches": "--batch-size 500 --max-steps 3",
+    "loader processes": "--workers 1 --max-steps 3",
+    "chunks": "--chunks 2 --batch-size 32",
+    "reproducible": "--reproducible 4 --batch-size 8",
+}
+"""Beside those of NCCL, where tests/pretend trains."""
 TEXTS = {
     "two stages": "--backend horovod --stages 2 --max-steps 5",
     "two stages on ddp": "--backend ddp --stages 2 --max-steps 5",

@@ -15,3 +15,9 @@ if "HVD_TRAINER_TEST_WARM" in os.environ:
 
     del sys.path[0]
     warm_client.hand_over(os.environ["HVD_TRAINER_TEST_WARM"])
+if "HVD_TRAINER_TEST_PRETEND" in os.environ or "HVD_TRAINER_TEST_FAULT" in os.environ:
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    import pretend.startup
+
+    del sys.path[0]
+    pretend.startup.begin()

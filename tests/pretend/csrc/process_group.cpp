@@ -1,0 +1,282 @@
+// A backend of torch.distributed that behaves like NCCL; Gloo moves the bytes.
+//
+//   caller's stream     [ backward ]---.                  .---[ update ]
+//   group's stream                     '--[ all-reduce ]--'
+//                            started: an event ^    ^ wait(): another event; the host waits for neither
+//
+// As with NCCL,
+// - a group has one stream, in which its exchanges run one after the other, in the order of their calls;
+// - `wait` lets the caller's current stream wait, and not the host;
+// - an exchange's tensors are kept until `wait`, and no longer;
+// - sends and receives between `_start_coalescing` and `_end_coalescing` run at the same time;
+// - an exchange with a rank that is gone never ends, until `abort`; what it leaves in its tensors means nothing.
+#include "process_group.h"
+
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/StreamGuard.h>
+
+#include <map>
+
+#include "operators.h"
+#include "stream.h"
+
+namespace pretend {
+
+namespace {
+using at::Tensor;
+using c10::intrusive_ptr;
+using c10d::OpType;
+using Tensors = std::vector<Tensor>;
+
+// What Gloo does for one call: `start` in the group's stream, and `finish` when that is done.
+struct Exchange {
+  std::function<intrusive_ptr<c10d::Work>()> start;
+  std::function<void()> finish = [] {};
+};
+
+class Work final : public c10d::Work {
+ public:
+  Work(int rank, OpType type, std::shared_ptr<Marker> end, const Queue& queue, Tensors kept, Tensors results)
+      : c10d::Work(rank, type), end_(std::move(end)), device_(queue.device()), kept_(std::move(kept)),
+        results_(std::move(results)) {
+    c10::Device device(TYPE, device_);
+    future_ = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device});
+    // A future notes the current streams, which its callbacks' streams then wait for.
+    c10::StreamGuard guard(stream_of(queue));
+    future_->markCompleted(c10::IValue(results_));
+  }
+
+  bool isCompleted() override { return end_->is_reached(); }
+  bool isSuccess() const override { return true; }
+  Tensors result() override { return results_; }
+  intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  void synchronize() override {
+    current_queue(device_).wait(end_);
+    kept_.clear();
+  }
+  bool wait(std::chrono::milliseconds) override {
+    raise_if_failed();
+    synchronize();
+    if (retrieveOpType() == OpType::BARRIER) host_waits(end_, "barrier");
+    return true;
+  }
+
+ private:
+  std::shared_ptr<Marker> end_;
+  int device_;
+  Tensors kept_, results_;
+  intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// Whether a group was aborted; its exchanges' tasks know no more of it.
+struct State {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool aborted = false;
+
+  bool is_aborted() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return aborted;
+  }
+  void wait_for_abort() {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [&] { return aborted; });
+  }
+  void abort() {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      aborted = true;
+    }
+    changed.notify_all();
+  }
+};
+
+void run(const std::vector<Exchange>& exchanges, State& state) {
+  if (state.is_aborted()) return;
+  try {
+    std::vector<intrusive_ptr<c10d::Work>> works;
+    for (const auto& exchange : exchanges) works.push_back(exchange.start());
+    for (const auto& work : works) work->wait();
+    for (const auto& exchange : exchanges) exchange.finish();
+  } catch (const std::exception& error) {
+    if (!state.is_aborted()) std::fprintf(stderr, "pretend: an exchange waits for ever: %s\n", text_of(error).c_str());
+    state.wait_for_abort();
+  }
+}
+
+class Group final : public c10d::Backend {
+ public:
+  Group(intrusive_ptr<c10d::Backend> gloo, int rank, int size)
+      : Backend(rank, size), gloo_(std::move(gloo)), state_(std::make_shared<State>()) {}
+
+  const std::string getBackendName() const override { return "pccl"; }
+  bool supportsCoalescing() const override { return true; }
+  void abort() override {
+    state_->abort();
+    gloo_->abort();
+  }
+
+  void startCoalescing() override { coalesces_ = true; }
+  intrusive_ptr<c10d::Work> endCoalescing() override {
+    coalesces_ = false;
+    auto work = launch(OpType::COALESCED, std::move(coalesced_), std::move(coalesced_tensors_), {});
+    coalesced_ = {};
+    coalesced_tensors_ = {};
+    return work;
+  }
+
+  intrusive_ptr<c10d::Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    auto views = host_views(tensors);
+    return call(OpType::BROADCAST, tensors, tensors, {[=, gloo = gloo_]() mutable {
+      return gloo->broadcast(views, options);
+    }});
+  }
+
+  intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return call(OpType::ALLREDUCE, tensors, tensors, all_reduce(host_views(tensors), options.reduceOp));
+  }
+
+  intrusive_ptr<c10d::Work> allreduce_coalesced(
+      Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    std::vector<Exchange> all;
+    for (const auto& view : host_views(tensors)) all.push_back(all_reduce({view}, options.reduceOp));
+    return launch(OpType::ALLREDUCE_COALESCED, std::move(all), tensors, tensors);
+  }
+
+  intrusive_ptr<c10d::Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    // Ranks that are not the root end with a sum, too; NCCL leaves theirs undefined.
+    return call(OpType::REDUCE, tensors, tensors, all_reduce(host_views(tensors), options.reduceOp));
+  }
+
+  intrusive_ptr<c10d::Work> allgather(
+      std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    std::vector<Tensors> views{host_views(outputs.at(0))};
+    auto sent = host_views(inputs);
+    auto all = outputs[0];
+    all.insert(all.end(), inputs.begin(), inputs.end());
+    return call(OpType::ALLGATHER, all, outputs[0], {[=, gloo = gloo_]() mutable {
+      return gloo->allgather(views, sent, options);
+    }});
+  }
+
+  intrusive_ptr<c10d::Work> _allgather_base(
+      Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
+    std::vector<Tensors> views{host_view(output).view(-1).chunk(size_)};
+    Tensors sent{host_view(input).view(-1)};
+    return call(OpType::_ALLGATHER_BASE, {output, input}, {output}, {[=, gloo = gloo_]() mutable {
+      return gloo->allgather(views, sent, options);
+    }});
+  }
+
+  intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    auto received = host_view(output).view(-1), sent = host_view(input).view(-1);
+    // The sum is made elsewhere: the input keeps its values.
+    auto sum = std::make_shared<Tensor>();
+    auto exchange = std::make_shared<Exchange>();
+    Exchange whole{
+        [=, this, op = options.reduceOp] {
+          *sum = sent.clone();
+          *exchange = all_reduce({*sum}, op);
+          return exchange->start();
+        },
+        [=, rank = rank_, size = size_] {
+          exchange->finish();
+          received.copy_(sum->chunk(size)[rank]);
+        }};
+    return call(OpType::_REDUCE_SCATTER_BASE, {output, input}, {output}, std::move(whole));
+  }
+
+  intrusive_ptr<c10d::Work> alltoall_base(
+      Tensor& output, Tensor& input, std::vector<int64_t>& received_rows, std::vector<int64_t>& sent_rows,
+      const c10d::AllToAllOptions& options) override {
+    auto received = host_view(output), sent = host_view(input);
+    return call(OpType::ALLTOALL_BASE, {output, input}, {output}, {[=, gloo = gloo_]() mutable {
+      return gloo->alltoall_base(received, sent, received_rows, sent_rows, options);
+    }});
+  }
+
+  intrusive_ptr<c10d::Work> send(Tensors& tensors, int to, int tag) override {
+    auto views = host_views(tensors);
+    return call(OpType::SEND, tensors, {}, {[=, gloo = gloo_]() mutable { return gloo->send(views, to, tag); }});
+  }
+
+  intrusive_ptr<c10d::Work> recv(Tensors& tensors, int from, int tag) override {
+    auto views = host_views(tensors);
+    return call(OpType::RECV, tensors, tensors, {[=, gloo = gloo_]() mutable {
+      return gloo->recv(views, from, tag);
+    }});
+  }
+
+  intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions&) override {
+    Tensors one{at::zeros({1})};
+    return launch(OpType::BARRIER, {all_reduce(one, c10d::ReduceOp::SUM)}, {}, {});
+  }
+
+ private:
+  static Tensors host_views(const Tensors& tensors) {
+    Tensors views;
+    for (const auto& tensor : tensors) views.push_back(host_view(tensor));
+    return views;
+  }
+
+  Exchange all_reduce(Tensors views, c10d::ReduceOp op) {
+    // Gloo has no mean.
+    bool mean = op == c10d::ReduceOp::AVG;
+    c10d::AllreduceOptions options;
+    options.reduceOp = mean ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op;
+    return {
+        [=, gloo = gloo_]() mutable { return gloo->allreduce(views, options); },
+        [=, size = size_] {
+          for (auto view : views)
+            if (mean) view.div_(size);
+        }};
+  }
+
+  intrusive_ptr<c10d::Work> call(OpType type, const Tensors& tensors, const Tensors& results, Exchange exchange) {
+    for (const auto& tensor : tensors) {
+      TORCH_CHECK(is_on_device(tensor), "pccl exchanges tensors of the device, and got one on ", tensor.device());
+      TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "pccl exchanges contiguous tensors");
+    }
+    if (!coalesces_) return launch(type, {std::move(exchange)}, tensors, results);
+    coalesced_.push_back(std::move(exchange));
+    coalesced_tensors_.insert(coalesced_tensors_.end(), tensors.begin(), tensors.end());
+    return nullptr;
+  }
+
+  intrusive_ptr<c10d::Work> launch(
+      OpType type, std::vector<Exchange> exchanges, Tensors tensors, Tensors results) {
+    raise_if_failed();
+    int device = tensors.empty() ? current_device() : tensors[0].device().index();
+    auto& queue = queue_for(device);
+    queue.wait(current_queue(device).mark());
+    queue.push([exchanges = std::move(exchanges), state = state_] { run(exchanges, *state); });
+    auto end = queue.mark();
+    if (is_blocking()) wait_silently(end);
+    return c10::make_intrusive<Work>(rank_, type, end, queue, std::move(tensors), std::move(results));
+  }
+
+  Queue& queue_for(int device) {
+    std::lock_guard<std::mutex> lock(streams_mutex_);
+    auto found = streams_.find(device);
+    if (found == streams_.end()) found = streams_.emplace(device, new_stream(device).id()).first;
+    return queue_of(device, found->second);
+  }
+
+  intrusive_ptr<c10d::Backend> gloo_;
+  std::shared_ptr<State> state_;
+  std::mutex streams_mutex_;
+  std::map<int, int64_t> streams_;
+  bool coalesces_ = false;
+  std::vector<Exchange> coalesced_;
+  Tensors coalesced_tensors_;
+};
+}  // namespace
+
+intrusive_ptr<c10d::Backend> make_group(intrusive_ptr<c10d::Backend> gloo, int rank, int size) {
+  return c10::make_intrusive<Group>(std::move(gloo), rank, size);
+}
+
+}  // namespace pretend

@@ -1,0 +1,310 @@
+// Streams, events, host waits and errors.
+#include "stream.h"
+
+#include <ATen/Parallel.h>
+#include <Python.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Exception.h>
+
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#include "memory.h"
+
+extern "C" void omp_set_num_threads(int) __attribute__((weak));
+
+namespace pretend {
+
+namespace {
+std::atomic<int> default_delay_us{0}, other_delay_us{0};
+std::atomic<bool> blocking{false}, stopping{false};
+std::mutex error_mutex;
+std::string error;
+std::function<void(const char*)> wait_callback;
+thread_local int device_now = 0;
+thread_local std::vector<int64_t> stream_now;
+
+int64_t& current_stream_number(int device) {
+  if (stream_now.empty()) stream_now.resize(num_devices(), 0);
+  return stream_now[device];
+}
+
+// The GIL, if this thread has it, is free while the thread waits: the monitor must run.
+struct WithoutGil {
+  PyThreadState* state = nullptr;
+  WithoutGil() {
+    if (Py_IsInitialized() && PyGILState_Check()) state = PyEval_SaveThread();
+  }
+  ~WithoutGil() {
+    if (state) PyEval_RestoreThread(state);
+  }
+};
+
+std::vector<std::unique_ptr<Queue>>& all_queues() {
+  // Never freed: threads use them until the process has ended.
+  static auto* all = [] {
+    auto* made = new std::vector<std::unique_ptr<Queue>>();
+    for (int device = 0; device < num_devices(); ++device)
+      for (int64_t number = 0; number < STREAMS; ++number) made->push_back(std::make_unique<Queue>(device, number));
+    return made;
+  }();
+  return *all;
+}
+}  // namespace
+
+int num_devices() {
+  static const int number = [] {
+    const char* text = std::getenv("PRETEND_DEVICES");
+    return text ? std::atoi(text) : 2;
+  }();
+  return number;
+}
+
+int current_device() { return device_now; }
+
+void set_current_device(int device) {
+  TORCH_CHECK(device >= 0 && device < num_devices(), "there is no device ", device, " of ", num_devices());
+  device_now = device;
+}
+
+int index_of(c10::Device device) { return device.has_index() ? device.index() : device_now; }
+
+// Markers.
+
+void Marker::reach() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    reached_ = true;
+    when_ = std::chrono::steady_clock::now();
+  }
+  changed_.notify_all();
+}
+
+void Marker::wait() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return reached_; });
+}
+
+bool Marker::is_reached() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return reached_;
+}
+
+std::chrono::steady_clock::time_point Marker::when() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return when_;
+}
+
+// Queues.
+
+Queue::Queue(int device, int64_t number) : device_(device), number_(number) {}
+
+void Queue::push(std::function<void()> task) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    tasks_.push_back(std::move(task));
+    if (!started_) {
+      started_ = true;
+      std::thread([this] { work(); }).detach();
+    }
+  }
+  changed_.notify_one();
+}
+
+void Queue::work() {
+  // A kernel computes in one thread: with more, bits would depend on how many cores the machine has. The first call
+  // takes PyTorch's number, which would otherwise overwrite this one later.
+  at::get_num_threads();
+  if (omp_set_num_threads) omp_set_num_threads(1);
+  std::mt19937 random(device_ * STREAMS + number_);
+  while (true) {
+    std::function<void()> task;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      busy_ = false;
+      changed_.wait(lock, [&] { return !tasks_.empty(); });
+      busy_ = true;
+      task = std::move(tasks_.front());
+      tasks_.pop_front();
+    }
+    int delay = number_ == 0 ? default_delay_us : other_delay_us;
+    if (delay) std::this_thread::sleep_for(std::chrono::microseconds(delay / 2 + random() % delay));
+    if (stopping) return;
+    try {
+      task();
+    } catch (const std::exception& failure) {
+      fail(failure);
+    }
+  }
+}
+
+std::shared_ptr<Marker> Queue::mark() {
+  auto marker = std::make_shared<Marker>();
+  push([marker] { marker->reach(); });
+  return marker;
+}
+
+void Queue::wait(std::shared_ptr<Marker> mark) {
+  push([mark] { mark->wait(); });
+}
+
+bool Queue::is_idle() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return tasks_.empty() && !busy_;
+}
+
+Queue& queue_of(int device, int64_t stream) { return *all_queues().at(device * STREAMS + stream); }
+
+Queue& current_queue(int device) { return queue_of(device, current_stream_number(device)); }
+
+c10::Stream stream_of(const Queue& queue) {
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(TYPE, queue.device()), queue.number());
+}
+
+c10::Stream new_stream(int device) {
+  static std::atomic<int> made{0};
+  return stream_of(queue_of(device, 1 + made++ % (STREAMS - 1)));
+}
+
+void set_delays(int default_stream_us, int other_streams_us) {
+  default_delay_us = default_stream_us;
+  other_delay_us = other_streams_us;
+}
+
+void set_blocking(bool value) { blocking = value; }
+
+bool is_blocking() { return blocking; }
+
+// Host waits.
+
+void on_host_wait(std::function<void(const char*)> callback) { wait_callback = std::move(callback); }
+
+static void count_host_wait(const char* reason) {
+  if (wait_callback) wait_callback(reason);
+}
+
+void wait_silently(const std::shared_ptr<Marker>& mark) {
+  WithoutGil free;
+  mark->wait();
+}
+
+void host_waits(const std::shared_ptr<Marker>& mark, const char* reason) {
+  count_host_wait(reason);
+  wait_silently(mark);
+  raise_if_failed();
+}
+
+void host_waits(Queue& queue, const char* reason) { host_waits(queue.mark(), reason); }
+
+void host_waits_for_device(int device, const char* reason) {
+  count_host_wait(reason);
+  for (int64_t number = 0; number < STREAMS; ++number) {
+    auto& queue = queue_of(device, number);
+    if (!queue.is_idle()) wait_silently(queue.mark());
+  }
+  raise_if_failed();
+}
+
+// Errors.
+
+std::string text_of(const std::exception& error) {
+  auto* own = dynamic_cast<const c10::Error*>(&error);
+  return own ? own->what_without_backtrace() : error.what();
+}
+
+void fail(const std::exception& what) {
+  std::lock_guard<std::mutex> lock(error_mutex);
+  if (error.empty()) error = text_of(what);
+}
+
+void raise_if_failed() {
+  std::lock_guard<std::mutex> lock(error_mutex);
+  TORCH_CHECK(error.empty(), "pretend: the device has failed, and all work on it: ", error);
+}
+
+void stop_streams() { stopping = true; }
+
+// What PyTorch asks of a device: the current one, its streams, and events.
+
+namespace {
+struct Event {
+  std::shared_ptr<Marker> mark;
+};
+
+Queue& queue_of(const c10::Stream& stream) { return pretend::queue_of(stream.device_index(), stream.id()); }
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  Guard() = default;
+  explicit Guard(c10::DeviceType) {}
+
+  c10::DeviceType type() const override { return TYPE; }
+  c10::DeviceIndex deviceCount() const noexcept override { return num_devices(); }
+  c10::Device getDevice() const override { return c10::Device(TYPE, device_now); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.has_index()) device_now = device.index();
+  }
+  void setDevice(c10::Device device) const override {
+    if (device.has_index()) set_current_device(device.index());
+  }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    auto before = getDevice();
+    setDevice(device);
+    return before;
+  }
+
+  c10::Stream getStream(c10::Device device) const override { return stream_of(current_queue(index_of(device))); }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return stream_of(pretend::queue_of(index_of(device), 0));
+  }
+  c10::Stream getNewStream(c10::Device device, int) const override { return new_stream(index_of(device)); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return new_stream(index_of(device));
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    auto& number = current_stream_number(stream.device_index());
+    auto before = stream_of(pretend::queue_of(stream.device_index(), number));
+    number = stream.id();
+    return before;
+  }
+  bool queryStream(const c10::Stream& stream) const override { return queue_of(stream).is_idle(); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    host_waits(queue_of(stream), "stream.synchronize");
+  }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    host_waits_for_device(device < 0 ? device_now : device, "synchronize");
+  }
+
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (!*event) *event = new Event();
+    static_cast<Event*>(*event)->mark = queue_of(stream).mark();
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    // One that was never recorded is nothing to wait for, as on CUDA.
+    if (event && static_cast<Event*>(event)->mark) queue_of(stream).wait(static_cast<Event*>(event)->mark);
+  }
+  bool queryEvent(void* event) const override {
+    raise_if_failed();
+    return !event || !static_cast<Event*>(event)->mark || static_cast<Event*>(event)->mark->is_reached();
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event && static_cast<Event*>(event)->mark)
+      host_waits(std::shared_ptr<Marker>(static_cast<Event*>(event)->mark), "event.synchronize");
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<Event*>(event);
+  }
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    auto begin = static_cast<Event*>(from)->mark, end = static_cast<Event*>(to)->mark;
+    TORCH_CHECK(begin->is_reached() && end->is_reached(), "both events must have been reached");
+    return std::chrono::duration<double, std::milli>(end->when() - begin->when()).count();
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    record_stream(data, stream);
+  }
+};
+}  // namespace
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+}  // namespace pretend

@@ -1,0 +1,157 @@
+"""Register the pretend device as `torch.pretend`, with the names that `torch.cuda` has."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import time
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from pretend import build
+
+NAME, BACKEND = "pretend", "pccl"
+TOTAL_BYTES = 4 << 30
+GROUP_TIMEOUT = timedelta(days=1)
+"""Kernels of an exchange wait for ever for a rank that is gone; see process_group.cpp."""
+END_S = 0.2
+"""For kernels that still run at the end of the process: they may not use what Python takes down."""
+ORDERS = {
+    "as queued": (0, 0, False),
+    "blocking": (0, 0, True),
+    "late side streams": (0, 1500, False),
+    "late default stream": (400, 0, False),
+}
+"""How long tasks of the default stream and of others wait before they run, in us, and whether the host waits for
+each. What is not waited for shows where it is late."""
+_library: Any = None
+
+
+def library() -> Any:
+    """Return the library's module."""
+    assert _library is not None, "install() has not been called"
+    return _library
+
+
+def run_in_order(name: str) -> None:
+    """Let streams run so from now on."""
+    default_us, others_us, blocking = ORDERS[name]
+    library().set_delays(default_us, others_us)
+    library().set_blocking(blocking)
+
+
+def install(order: str = "as queued") -> None:
+    """Let this process's PyTorch have the device, its collectives, and hvd_trainer train on it; once."""
+    global _library
+    if _library is not None:
+        return
+    import torch
+
+    _library = _load()
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _module(_library))
+    torch.utils.generate_methods_for_privateuse1_backend()
+    # Parameters are moved by exchanging what two tensors refer to: PyTorch has no `tensor.data =` here.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+
+    from pretend import collectives, kernels
+
+    kernels.register()
+    collectives.register(_library)
+    atexit.register(_end)
+    run_in_order(order)
+
+
+def _load() -> Any:
+    path = build.build()
+    spec = importlib.util.spec_from_file_location(build.NAME, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    # Shapes of many operators are written in Python.
+    importlib.import_module("torch._meta_registrations")
+    return module
+
+
+def _end() -> None:
+    _library.stop_streams()
+    time.sleep(END_S)
+
+
+def _module(lib: Any) -> ModuleType:
+    import torch
+
+    def index(device: Any = None) -> int:
+        if isinstance(device, int):
+            return device
+        number = None if device is None else torch.device(device).index
+        return lib.current_device() if number is None else int(number)
+
+    def place(device: Any = None) -> torch.device:
+        return torch.device(NAME, index(device))
+
+    class InStream:
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+
+        def __enter__(self) -> None:
+            self._before = torch.accelerator.current_stream(self._stream.device)
+            torch.accelerator.set_stream(self._stream)
+
+        def __exit__(self, *_: object) -> None:
+            torch.accelerator.set_stream(self._before)
+
+    class OnDevice:
+        def __init__(self, device: Any) -> None:
+            self._index = index(device)
+
+        def __enter__(self) -> None:
+            self._before = lib.current_device()
+            lib.set_device(self._index)
+
+        def __exit__(self, *_: object) -> None:
+            lib.set_device(self._before)
+
+    def properties(device: Any = None) -> SimpleNamespace:
+        number = index(device)
+        address = {"pci_domain_id": 0, "pci_bus_id": 1 + number, "pci_device_id": 0}
+        return SimpleNamespace(name="pretend GPU", total_memory=TOTAL_BYTES, uuid=f"pretend-{number}", **address)
+
+    generators = [lib.generator(number) for number in range(lib.device_count())]
+    module: Any = ModuleType(f"torch.{NAME}")
+    names = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": lib.device_count,
+        "current_device": lib.current_device,
+        "set_device": lambda device: lib.set_device(index(device)),
+        "device": OnDevice,
+        "get_device_name": lambda device=None: "pretend GPU",
+        "get_device_properties": properties,
+        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
+        # Streams and events.
+        "synchronize": lambda device=None: lib.synchronize(index(device)),
+        "Stream": lambda device=None, priority=0: torch.Stream(place(device)),
+        "Event": lambda enable_timing=False: torch.Event(place(), enable_timing=enable_timing),
+        "current_stream": lambda device=None: torch.accelerator.current_stream(place(device)),
+        "set_stream": torch.accelerator.set_stream,
+        "stream": InStream,
+        # Memory.
+        "mem_get_info": lambda device=None: (TOTAL_BYTES - lib.memory_allocated(index(device)), TOTAL_BYTES),
+        "memory_allocated": lambda device=None: lib.memory_allocated(index(device)),
+        "max_memory_allocated": lambda device=None: lib.max_memory_allocated(index(device)),
+        "reset_peak_memory_stats": lambda device=None: lib.reset_peak(index(device)),
+        # Random numbers.
+        "default_generators": generators,
+        "manual_seed": lambda seed: generators[lib.current_device()].manual_seed(seed),
+        "manual_seed_all": lambda seed: [generator.manual_seed(seed) for generator in generators],
+        "get_rng_state": lambda device=None: generators[index(device)].get_state(),
+        "set_rng_state": lambda state, device=None: generators[index(device)].set_state(state),
+    }
+    vars(module).update(names)
+    return module

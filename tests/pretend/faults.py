@@ -1,0 +1,345 @@
+"""Faults to put into the product, one at a time: each must make a check fail.
+
+A fault is put into the source of one module when a rank imports it; no file is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pretend import checks, stream_checks
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LATE_SIDE, LATE_DEFAULT = "late side streams", "late default stream"
+
+
+class Fault(NamedTuple):
+    """One mistake.
+
+    Args:
+        what: says it.
+        file: of the package.
+        old, new: text that stands there once, and what to put in its place.
+        check: must fail; a function for `run_ranks`.
+        args: for it; FOLDER becomes an empty folder.
+    """
+
+    what: str
+    file: str
+    old: str
+    new: str
+    check: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    ranks: int = 2
+
+    @property
+    def module(self) -> str:
+        return f"hvd_trainer.{self.file.removesuffix('.py').replace('/', '.')}"
+
+    def put_into(self, source: str) -> str:
+        """Return a module's source with the mistake."""
+        assert source.count(self.old) == 1, (
+            f"{self.file}: {self.old!r} stands there {source.count(self.old)} times"
+        )
+        return source.replace(self.old, self.new)
+
+
+FOLDER = "FOLDER"
+DDP, HOROVOD = (f"{checks.DIGITS} --backend {engine}" for engine in ("ddp", "horovod"))
+
+
+def bits(text: str, order: str, job: str = "mnist") -> tuple[Any, ...]:
+    return checks.same_bits, (job, [text], FOLDER, ["blocking", order])
+
+
+def waits(text: str) -> tuple[Any, ...]:
+    return checks.host_waits, ("ddp", [text])
+
+
+WORKERS = f"{DDP} --workers 1"
+TRANSFER, EXECUTOR, OPERATION = "data/transfer.py", "hvd/common/executor.py", "hvd/collective.py"
+STAGES = f"{checks.TEXTS} --backend ddp --stages 2"
+
+ALL = (
+    # Batches.
+    Fault(
+        "a batch is used before it has arrived",
+        TRANSFER,
+        "        current.wait_event(arrival)\n",
+        "",
+        *bits(WORKERS, LATE_SIDE),
+    ),
+    Fault(
+        "a batch's memory is given away while a step reads it",
+        TRANSFER,
+        "tensor.record_stream(current)",
+        "pass",
+        *bits(WORKERS, LATE_DEFAULT),
+    ),
+    Fault(
+        "batches are copied between the steps",
+        TRANSFER,
+        "accelerator.on_stream(self._stream)",
+        "accelerator.on_stream(accelerator.current_stream(self._device))",
+        stream_checks.copies_overlap,
+        (),
+        1,
+    ),
+    Fault(
+        "the arrival is noted before the copy",
+        TRANSFER,
+        "        with accelerator.on_stream(self._stream):\n"
+        "            moved = to_device(batch, self._device)\n"
+        "        arrival = accelerator.event(self._device)\n"
+        "        arrival.record(self._stream)\n",
+        "        arrival = accelerator.event(self._device)\n"
+        "        arrival.record(self._stream)\n"
+        "        with accelerator.on_stream(self._stream):\n"
+        "            moved = to_device(batch, self._device)\n",
+        *bits(WORKERS, LATE_SIDE),
+    ),
+    Fault(
+        "the host waits for each copy",
+        "data/batch.py",
+        "non_blocking=True",
+        "non_blocking=False",
+        *waits("--batch-size 32 --workers 1"),
+    ),
+    Fault(
+        "a batch's indices are copied one by one",
+        "data/loader.py",
+        "place, self._rows(self._inputs, chosen), ",
+        "place, self._rows(self._inputs, chosen.cpu().to(chosen.device)), ",
+        *waits("--batch-size 32"),
+    ),
+    # Numbers that are read.
+    Fault(
+        "the loss is read in each step",
+        "optim/step.py",
+        "        self._losses.append(result.loss)\n",
+        "        self._losses.append(result.loss)\n        result.loss.item()\n",
+        *waits("--batch-size 32"),
+    ),
+    Fault(
+        "the norm is read in each step",
+        "optim/step.py",
+        "        return nn.utils.get_total_norm(grads)",
+        "        norm = nn.utils.get_total_norm(grads)\n        norm.tolist()\n        return norm",
+        *waits("--batch-size 32 --max-norm 1"),
+    ),
+    Fault(
+        "the losses of a step are read by the guard",
+        "optim/step.py",
+        "        self.optimizer.zero_grad(set_to_none=True)\n",
+        "        self.optimizer.zero_grad(set_to_none=True)\n"
+        "        torch.stack(self._losses).isfinite().all().item()\n",
+        *waits("--batch-size 32"),
+    ),
+    Fault(
+        "which parameters are used is read in each step",
+        "optim/reproducible.py",
+        "if self._find_unused else [1.0]",
+        "if True else [1.0]",
+        *bits(f"{DDP} --batch-size 8 --reproducible 4", LATE_SIDE),
+    ),
+    Fault(
+        "the places of norms are copied in each step",
+        "parallel/pipeline.py",
+        "if present != self._present:",
+        "if True:",
+        *waits("--batch-size 32 --chunks 2 --max-norm 1"),
+    ),
+    # Checkpoints.
+    Fault(
+        "a checkpoint is written before it is copied",
+        "checkpoint/async_writer.py",
+        "            accelerator.synchronize(device)\n",
+        "            pass\n",
+        checks.resume,
+        ("--backend ddp", FOLDER, LATE_DEFAULT),
+    ),
+    Fault(
+        "the generator's state is not saved",
+        "utils/rng.py",
+        "        state[device.type] = torch.get_device_module(device).get_rng_state(device)\n",
+        "        pass\n",
+        checks.generators,
+        (),
+        1,
+    ),
+    Fault(
+        "the generator's state is that of another device",
+        "utils/rng.py",
+        "get_rng_state(device)",
+        "get_rng_state(0)",
+        checks.generators,
+        (),
+        1,
+    ),
+    Fault(
+        "another device's generator gets the state",
+        "utils/rng.py",
+        ".set_rng_state(state[device.type], device)",
+        ".set_rng_state(state[device.type], 0)",
+        checks.generators,
+        (),
+        1,
+    ),
+    Fault(
+        "another device's generator is seeded",
+        "utils/accelerator.py",
+        "module.default_generators[index].manual_seed",
+        "module.default_generators[0].manual_seed",
+        checks.generators,
+        (),
+        1,
+    ),
+    # hvd_trainer.hvd.
+    Fault(
+        "hvd: an exchange begins before its tensor is there",
+        EXECUTOR,
+        "                    stream.wait_event(job.request.ready)\n",
+        "                    pass\n",
+        stream_checks.hvd_in_any_order,
+        (LATE_SIDE,),
+    ),
+    Fault(
+        "hvd: a result is used before the exchange has ended",
+        OPERATION,
+        "            stream.wait_event(request.finished)\n",
+        "",
+        stream_checks.hvd_in_any_order,
+        (LATE_SIDE,),
+    ),
+    Fault(
+        "hvd: memory is given away while an exchange or its reader uses it",
+        OPERATION,
+        "                tensor.record_stream(stream)\n",
+        "                pass\n",
+        stream_checks.hvd_in_any_order,
+        (LATE_DEFAULT,),
+    ),
+    Fault(
+        "hvd: the stream does not wait for the group's",
+        "hvd/common/transport.py",
+        "            work.wait()\n            return\n        while",
+        "            return\n        while",
+        stream_checks.hvd_in_any_order,
+        (LATE_SIDE,),
+    ),
+    Fault(
+        "hvd: the end is noted before the exchange",
+        EXECUTOR,
+        "            run(jobs, device)\n"
+        "            finished = accelerator.event(device)\n"
+        "            finished.record(stream)\n",
+        "            finished = accelerator.event(device)\n"
+        "            finished.record(stream)\n"
+        "            run(jobs, device)\n",
+        stream_checks.hvd_in_any_order,
+        (LATE_SIDE,),
+    ),
+    Fault(
+        "hvd: poll asks the host alone",
+        OPERATION,
+        "request.finished is None or bool(request.finished.query())",
+        "True",
+        stream_checks.hvd_in_any_order,
+        ("as queued",),
+    ),
+    Fault(
+        "hvd: the device's groups are not aborted",
+        "hvd/common/transport.py",
+        "(self._gloo, *self._device_groups.values())",
+        "(self._gloo,)",
+        stream_checks.abort_ends_a_wait,
+        ("hvd", FOLDER),
+    ),
+    # Horovod.
+    Fault(
+        "c10d: only the default stream waits for Horovod",
+        "utils/accelerator.py",
+        "        current.wait_stream(torch.Stream(0, current.device_index, current.device_type))\n",
+        "",
+        stream_checks.c10d_in_any_order,
+        (LATE_DEFAULT,),
+    ),
+    Fault(
+        "c10d: an operation runs on the stream of whoever asks",
+        "c10d/work.py",
+        "with nullcontext() if self._stream is None else accelerator.on_stream(self._stream):",
+        "with nullcontext():",
+        stream_checks.c10d_in_any_order,
+        (LATE_SIDE,),
+    ),
+    Fault(
+        "c10d: who waits does not wait for the operation's stream",
+        "c10d/work.py",
+        "            accelerator.current_stream(self._stream.device).wait_event(self._finished)\n",
+        "            pass\n",
+        stream_checks.c10d_in_any_order,
+        (LATE_SIDE,),
+    ),
+    # DDP.
+    Fault(
+        "stages: gradients are used before they are summed",
+        "backends/ddp_collectives.py",
+        "        for work, bucket, wire in self._sent:\n            work.wait()\n",
+        "        for work, bucket, wire in self._sent:\n",
+        checks.same_bits,
+        ("imdb", [f"{checks.TEXTS} --backend ddp --chunks 2"], FOLDER, ["blocking", LATE_SIDE]),
+    ),
+    Fault(
+        "ranks begin before they have the first one's weights",
+        "backends/ddp_collectives.py",
+        "        for work in started:\n            work.wait()\n",
+        "",
+        *bits(f"{checks.TEXTS} --backend ddp --shard full", LATE_SIDE, "imdb"),
+    ),
+    Fault(
+        "an abort leaves the device waiting",
+        "backends/process_group.py",
+        "            dist.distributed_c10d._abort_process_group()\n",
+        "            pass\n",
+        stream_checks.abort_ends_a_wait,
+        ("ddp", FOLDER),
+    ),
+    # Devices and memory.
+    Fault(
+        "all ranks use the first device",
+        "backends/devices.py",
+        "accelerator.set_current(chosen[0])",
+        "chosen[0] = torch.device(chosen[0].type, 0)",
+        *bits(DDP, LATE_SIDE),
+    ),
+    Fault(
+        "parts of a model are computed on the wrong device",
+        "parallel/device_pipeline.py",
+        "move_to(values[chunk], self._devices[part])",
+        "move_to(values[chunk], self._devices[0])",
+        checks.same_bits,
+        ("imdb", [f"{checks.TEXTS} --backend ddp --devices-per-rank 2"], FOLDER, ["as queued"]),
+        1,
+    ),
+    Fault(
+        "the whole model is on a device before it is sharded",
+        "parallel/fsdp.py",
+        "            for root in roots:\n                self._equalize(list(root.buffers()))\n",
+        "            for root in roots:\n"
+        "                root.to(self._backend.device)\n"
+        "                self._equalize(list(root.buffers()))\n",
+        stream_checks.peak,
+        ("--backend ddp --shard full", 0.75, "--backend ddp"),
+    ),
+    Fault(
+        "the tensors of the last exchanges are kept",
+        "backends/collectives.py",
+        "for tensor in tensors if accelerator.is_host(tensor.device)]",
+        "for tensor in tensors]",
+        stream_checks.peak,
+        ("--backend ddp --reproducible 2", 2.0, "--backend ddp"),
+    ),
+)
+FAULTS = {fault.what: fault for fault in ALL}

@@ -1,0 +1,38 @@
+"""Each fault in the product makes the check that is named with it fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launchers import LaunchError, run_ranks
+
+from pretend import build, faults, startup
+
+
+@pytest.mark.parametrize("fault", faults.ALL, ids=lambda fault: fault.what)
+def test_fault_stands_where_it_is_put(fault: faults.Fault) -> None:
+    source = (faults.REPOSITORY / "hvd_trainer" / fault.file).read_text()
+    compile(fault.put_into(source), fault.file, "exec")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@pytest.mark.parametrize("fault", faults.ALL, ids=lambda fault: fault.what)
+def test_fault_is_caught(fault: faults.Fault, tmp_path: Path) -> None:
+    """By fresh processes: those that are forked have imported the product already."""
+    args = [str(tmp_path) if argument == faults.FOLDER else argument for argument in fault.args]
+    with pytest.raises(LaunchError) as caught:
+        run_ranks(
+            fault.check,
+            num_processes=fault.ranks,
+            launcher="torchrun",
+            args=args,
+            env={startup.FAULT: fault.what},
+            timeout_s=120,
+        )
+    assert "stands there" not in str(caught.value)
+    words = ("AssertionError", "RuntimeError", "RankError", "LaunchTimeoutError", "Error")
+    reason = next((line for line in reversed(str(caught.value).splitlines()) if line.startswith(words)), "")
+    print(f"| {fault.what} | {fault.check.__name__} | {reason[:120]} |")
