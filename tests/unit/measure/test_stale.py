@@ -95,6 +95,17 @@ def test_modules_on_pythonpath_count(user: Path, monkeypatch: pytest.MonkeyPatch
     assert run("-c", "import shared, tool") == {"shared.py"}
 
 
+def test_a_failed_run_is_tried_again_after_an_edit(user: Path) -> None:
+    write(user, {"own.yaml": "wrong"})
+    trial = trial_of("-c", "assert open('own.yaml').read() == 'right'")
+    assert TrialRunner(user / "out").run(trial).state == "failed"
+    assert TrialRunner(user / "out").has_failed(trial)
+    (user / "own.yaml").write_text("right")
+    runner = TrialRunner(user / "out")
+    assert not runner.has_failed(trial)
+    assert runner.run(trial).state == "done"
+
+
 def test_a_run_is_stale_if_a_file_was_edited_during_it(user: Path) -> None:
     """It had read the old one, and was recorded with the new one."""
     write(user, {"own.yaml": "", "long-before.yaml": ""})
