@@ -20,7 +20,6 @@ torch.manual_seed(42 + (hvd.rank() if fault == "seed by rank on both" else 0))
 points = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
 dataset = TensorDataset(points, points[:, :4].argmax(dim=1))
 sampler = DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())
-passes = 2 if args.fault == "passes" else 1
 loader = DataLoader(dataset, batch_size=8 * (hvd.size() if fault == "batch" else 1), sampler=sampler)
 
 model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
@@ -35,24 +34,18 @@ if fault != "no exchange":
         named_parameters=model.named_parameters(),
         op=hvd.Sum if fault == "sum" else hvd.Average,
         compression=hvd.Compression.fp16 if fault == "compression" else hvd.Compression.none,
-        backward_passes_per_step=passes,
     )
 
-step = 0
 if fault == "dropout":
     torch.rand(1)
 for epoch in range(args.epochs):
     model.train()
     if fault != "no set_epoch":
         sampler.set_epoch(epoch)
-    batches = iter(loader)
-    for data, target in batches:
+    for data, target in loader:
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(data), target, reduction="sum" if fault == "summed loss" else "mean")
-        (loss / (1 if fault == "passes" else passes)).backward()
-        if passes == 2:
-            data, target = next(batches)
-            (F.cross_entropy(model(data), target) / (1 if fault == "passes" else passes)).backward()
+        loss = F.cross_entropy(model(data), target)
+        loss.backward()
         if args.fault == "clipping" and fault == "none":
             optimizer.synchronize()
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -60,10 +53,6 @@ for epoch in range(args.epochs):
                 optimizer.step()
         else:
             optimizer.step()
-        step += 1
-        if fault == "one rank" and step == 3 and hvd.rank() == 1:
-            with torch.no_grad():
-                model[4].bias[0] += 1e-3  # which the next step shows
     model.eval()
     for data, target in DataLoader(dataset, batch_size=20):  # not under no_grad, as in many scripts
         accuracy = hvd.allreduce((model(data).argmax(dim=1) == target).float().mean())

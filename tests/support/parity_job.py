@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,19 +78,8 @@ def plant(fault: str, backend: Any) -> None:
         setattr(prepared[0], BUFFERS_IN_FORWARD, True)
         return prepared
 
-    if fault == "buffers":
-        backend.average_buffers = lambda model: None
-    elif fault == "sent buffers":
+    if fault == "sent buffers":
         backend.prepare = sending
-    elif fault == "infinite gradient":
-        finish, steps = backend._finish_exchange, itertools.count(1)
-
-        def finish_with_infinity(optimizer: torch.optim.Optimizer) -> None:
-            finish(optimizer)
-            if next(steps) == 2:
-                optimizer.param_groups[0]["params"][0].grad.fill_(float("inf"))
-
-        backend._finish_exchange = finish_with_infinity
 
 
 if __name__ == "__main__":

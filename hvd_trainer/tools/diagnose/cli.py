@@ -10,7 +10,6 @@ each part costs.
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Iterator, Sequence
@@ -33,7 +32,6 @@ from hvd_trainer.measure.trials import in_rounds
 from hvd_trainer.tools.diagnose.actions import Action, find_actions
 from hvd_trainer.tools.diagnose.causes import find_candidates, find_causes
 from hvd_trainer.tools.diagnose.evidence import NO_EXCHANGE, NORMAL
-from hvd_trainer.tools.diagnose.flame_graph import speedscope
 from hvd_trainer.tools.diagnose.report import Diagnosis, Tried, conclude
 from hvd_trainer.tools.diagnose.trials import WARMUP_STEPS, Trials, plan_variants
 from hvd_trainer.utils.text import COMMAND, plural
@@ -69,7 +67,7 @@ class Options:
     attempt: Annotated[bool, tyro.conf.arg(name="try")] = False
     """run what is advised, too, beside the job as it is; beyond --budget-s"""
     out: Path = Path("runs/diagnose")
-    """folder for diagnosis.html, .md and .json, and stacks.speedscope.json"""
+    """folder for diagnosis.html, .md and .json"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -105,11 +103,9 @@ def main(argv: Sequence[str]) -> int:
                         step_s = diagnosis.evidence.step_s
                         diagnosis.tried.append(try_action(trials, action, step_s, options.budget_s))
                 code = 0
-        stacks = folder.parent / "stacks.speedscope.json"
-        stacks.write_text(json.dumps(speedscope(diagnosis.evidence.profiles, diagnosis.subject)))
         report = conclude(diagnosis)
         report.show()
-        report.write(folder.parent, "diagnosis", [stacks])
+        report.write(folder.parent, "diagnosis")
     return code
 
 

@@ -1,67 +1,27 @@
-"""The sampled stacks as a flame graph: for https://www.speedscope.app, and as a drawing of a page."""
+"""The sampled stacks as a flame graph, a drawing of the page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hvd_trainer.measure.formats import render_page
 from hvd_trainer.measure.report import Picture
 from hvd_trainer.measure.stack_record import Frame
-from hvd_trainer.tools.diagnose.profile import RankProfile, Stack
+from hvd_trainer.tools.diagnose.profile import LONE, START, RankProfile, Stack
 
 DRAWING = Path(__file__).with_name("flame_graph.svg.j2")
-SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 ROW = 22
 """Height of a box in pixels."""
 COLOURS = {"role": "#cfe3f3", "user": "#f6b26b", "hvd_trainer": "#dfe7d8", "library": "#e8eaed"}
 """By whose code it is."""
-MIN_WIDTH = 0.002
+TITLES = {LONE: "only this rank", START: "loader starts"}
+"""Roles whose names would tell little."""
+MIN_WIDTH = 0.005
 """Fraction of a rank's time below which a box is left out."""
 NOISE = ("_call_impl", "_wrapped_call_impl", "_fit", "_fit_in_this_world", "decorate_context", "wrapper")
 """Functions of libraries that are in every stack, and tell nothing."""
-
-
-def speedscope(profiles: Sequence[RankProfile], name: str) -> dict[str, Any]:
-    """Return the stacks in speedscope's format, with one profile for each rank."""
-    numbers: dict[Frame, int] = {}
-    made = []
-    for rank, profile in enumerate(profiles):
-        stacks = list(profile.main())
-        weights = [stack.raw.wall_s for stack in stacks]
-        samples = [
-            [numbers.setdefault(frame, len(numbers)) for frame in (_title(stack.role), *stack.frames)]
-            for stack in stacks
-        ]
-        made.append(
-            {
-                "type": "sampled",
-                "name": f"rank {rank}",
-                "unit": "seconds",
-                "startValue": 0,
-                "endValue": sum(weights),
-                "samples": samples,
-                "weights": weights,
-            }
-        )
-    frames = [
-        {"name": frame.function, **({"file": frame.file, "line": frame.line} if frame.file else {})}
-        for frame in numbers
-    ]
-    return {
-        "$schema": SCHEMA,
-        "exporter": "hvd_trainer diagnose",
-        "name": name,
-        "activeProfileIndex": 0,
-        "profiles": made,
-        "shared": {"frames": frames},
-    }
-
-
-def _title(role: str) -> Frame:
-    return Frame("", 0, role, "", "role")
 
 
 @dataclass
@@ -85,17 +45,16 @@ class Box:
                 begin += box.seconds
                 yield box
 
-    @property
-    def depth(self) -> int:
-        """How many boxes are on top of each other in it."""
-        return max((1 + box.depth for box in self.called.values()), default=0)
+    def depth(self, whole_s: float) -> int:
+        """Return how many boxes are drawn on top of each other in it."""
+        return max((1 + box.depth(whole_s) for box in self.children(whole_s)), default=0)
 
 
 def nested_boxes(profile: RankProfile) -> Box:
     """Return the flame graph of a rank: a box with those of the roles in it."""
     root = Box("all", "role")
     for stack in profile.main():
-        labels = [(stack.role, "role")]
+        labels = [(TITLES.get(stack.role, stack.role), "role")]
         labels += [(f"{frame.name} {frame.place}", frame.owner) for frame in _shown(stack)]
         if stack.frames and stack.frames[-1].call:
             labels.append((stack.frames[-1].call, "library"))
@@ -120,5 +79,7 @@ def draw(profiles: Sequence[RankProfile]) -> Iterator[Picture]:
         "grey: libraries."
     )
     for rank, profile in enumerate(profiles):
-        svg = render_page(DRAWING, graph=nested_boxes(profile), row=ROW, colours=COLOURS)
+        graph = nested_boxes(profile)
+        rows = graph.depth(graph.seconds)
+        svg = render_page(DRAWING, graph=graph, rows=rows, row=ROW, colours=COLOURS)
         yield Picture(f"A step of rank {rank}", text, svg, is_wide=True)

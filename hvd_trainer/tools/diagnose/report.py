@@ -12,7 +12,7 @@ from hvd_trainer.measure.formats import milliseconds, number
 from hvd_trainer.measure.report import Report, Table, Verdict
 from hvd_trainer.measure.stats import Ratio
 from hvd_trainer.tools.diagnose.actions import CAUSES, Action
-from hvd_trainer.tools.diagnose.causes import leading
+from hvd_trainer.tools.diagnose.causes import OF_THE_MACHINE, leading
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, SIGMAS, Cause, Evidence, ms
 from hvd_trainer.tools.diagnose.flame_graph import draw
 from hvd_trainer.tools.diagnose.switches import Switch, find_switches
@@ -32,14 +32,14 @@ class Tried(NamedTuple):
     """why it did not"""
 
     def __str__(self) -> str:
-        what, its = f"Tried {self.action.title}", self.ratio
-        if its is None:
+        what, gain = f"Tried {self.action.title}", self.ratio
+        if gain is None:
             return f"{what}: {self.note}"
         verdict = "that is within the noise"
-        if its.is_clear:
-            verdict = "proved" if its.value > 1 else "it makes the job slower"
+        if gain.is_clear:
+            verdict = "proved" if gain.value > 1 else "it makes the job slower"
         return (
-            f"{what}: {its.value:.2f} times the samples/s ({its.interval}, {plural(its.rounds, 'round')}; "
+            f"{what}: {gain.value:.2f} times the samples/s ({gain.interval}, {plural(gain.rounds, 'round')}; "
             f"expected {self.action.speed:.2f}): {verdict}."
         )
 
@@ -67,7 +67,7 @@ class Diagnosis:
     def switches(self) -> list[Switch]:
         """What is on and slows every step, as far as no cause tells it."""
         told = any(cause.kind == "contention" for cause in self.causes)
-        return find_switches(self.evidence, with_threads=not told)
+        return list(find_switches(self.evidence, with_threads=not told))
 
 
 def conclude(diagnosis: Diagnosis) -> Report:
@@ -93,12 +93,14 @@ def _verdicts(diagnosis: Diagnosis) -> Iterator[Verdict]:
         at = f"{switch.where}: " if switch.where else ""
         yield Verdict(f"On in every step: {at}{switch.text}.", "sure")
     for cause in causes:
-        largest = "The largest loss: " if cause is causes[0] else ""
-        share = f"{cause.seconds / evidence.step_s:.0%} of a step"
-        text = f"{largest}{CAUSES[cause.kind].name}, {share}: {cause.evidence}."
-        yield Verdict(text, "sure", [*_to_do(cause, diagnosis)])
-    if diagnosis.unclear:
-        within = ", ".join(f"{CAUSES[cause.kind].name} ({_with_error(cause)})" for cause in diagnosis.unclear)
+        place = "The largest loss" if cause is causes[0] else "A loss"
+        text = f"{place}: {CAUSES[cause.kind].name}, {cause.seconds / evidence.step_s:.0%} of a step."
+        shown = cause.evidence[:1].upper() + cause.evidence[1:]
+        yield Verdict(text, "sure", [f"{shown}.", *_to_do(cause, diagnosis)])
+    if diagnosis.unclear and all(cause.kind in OF_THE_MACHINE for cause in causes):
+        within = ", ".join(
+            f"{CAUSES[cause.kind].name} ({ms(cause.seconds)} {_error(cause)})" for cause in diagnosis.unclear
+        )
         more = "More runs (--budget-s), on a quiet machine, would tell."
         yield Verdict(f"Within the noise, in ms of a step: {within}.", details=[more])
     elif not (causes or switches):
@@ -115,8 +117,8 @@ def _to_do(cause: Cause, diagnosis: Diagnosis) -> Iterator[str]:
         yield "Nothing is known that makes this cheaper."
 
 
-def _with_error(cause: Cause) -> str:
-    return f"{ms(cause.seconds)} \u00b1 {ms(SIGMAS * cause.error)}"
+def _error(cause: Cause) -> str:
+    return f"\u00b1 {ms(SIGMAS * cause.error)}"
 
 
 def _warnings(evidence: Evidence) -> Iterator[str]:
@@ -132,7 +134,7 @@ def _tables(diagnosis: Diagnosis) -> Iterator[Table]:
     evidence = diagnosis.evidence
     rest = max(0.0, evidence.step_s - sum(cause.seconds for cause in diagnosis.causes))
     lost = [
-        (CAUSES[cause.kind].name, *_with_error(cause).split(" ", 1), f"{cause.seconds / evidence.step_s:.0%}")
+        (CAUSES[cause.kind].name, ms(cause.seconds), _error(cause), f"{cause.seconds / evidence.step_s:.0%}")
         for cause in diagnosis.causes
     ]
     lost.append(("the rest: computing the samples", ms(rest), "", f"{rest / evidence.step_s:.0%}"))

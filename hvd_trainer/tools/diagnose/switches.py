@@ -27,17 +27,13 @@ class Switch(NamedTuple):
     """the line that may have turned it on, as far as the script's files show it"""
 
 
-def find_switches(evidence: Evidence, *, with_threads: bool = True) -> list[Switch]:
-    """Return what is on.
+def find_switches(evidence: Evidence, *, with_threads: bool = True) -> Iterator[Switch]:
+    """Yield what is on.
 
     Args:
         evidence: of the normal runs.
         with_threads: whether it is told that the ranks have more threads than there are cores.
     """
-    return [switch for switch in _switches(evidence) if with_threads or switch.kind != "threads"]
-
-
-def _switches(evidence: Evidence) -> Iterator[Switch]:
     all_of = [profile.switches for profile in evidence.profiles]
     uses_gpu = any(profile.uses_gpu for profile in evidence.profiles)
     if max(one.anomaly for one in all_of) >= MIN_ANOMALY:
@@ -49,7 +45,7 @@ def _switches(evidence: Evidence) -> Iterator[Switch]:
         text = "torch.use_deterministic_algorithms is on, which forbids the faster algorithms: take it out"
         yield Switch("deterministic", text, where)
     threads, ranks = evidence.threads, evidence.ranks
-    if not uses_gpu and threads > 1 and threads * ranks > evidence.cores:
+    if with_threads and not uses_gpu and threads > 1 and threads * ranks > evidence.cores:
         text = (
             f"{ranks} ranks with {threads} threads each are {threads * ranks} on "
             f"{plural(evidence.cores, 'core')}: OMP_NUM_THREADS={max(1, evidence.cores // ranks)}, or --threads"

@@ -15,11 +15,12 @@ from annotated_types import Ge, Gt
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import read_command
+from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.measure.machine import threads_per_rank
 from hvd_trainer.measure.start import locked_folder
 from hvd_trainer.measure.trials import TrialRunner
 from hvd_trainer.tools.parity.comparison import Pair
-from hvd_trainer.tools.parity.report import print_report
+from hvd_trainer.tools.parity.report import conclude
 from hvd_trainer.tools.parity.traced_runs import parse_engines, trace_all
 
 RUNS_FOLDER = "parity-runs"
@@ -46,7 +47,7 @@ class ParityOptions:
     threads: Annotated[int | None, Ge(1)] = None
     """CPU threads of each rank; None: this machine's cores by the number of ranks"""
     out: Path = Path("runs/parity")
-    """folder for parity.json, and for the traces in its folder parity-runs"""
+    """folder for parity.html, .md and .json, and for the traces in its folder parity-runs"""
     timeout_s: Annotated[float, Gt(0)] = 600.0
     """after so many seconds a run is killed"""
 
@@ -59,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
     """
     # All runs are new ones, from their first step.
     options, job = read_command("parity", ParityOptions, argv)
+    check_installed()
     engines = parse_engines(options.backend)
     threads, steps = options.threads or threads_per_rank(options.np), options.steps
     place = options.out.expanduser().resolve() / RUNS_FOLDER
@@ -70,7 +72,9 @@ def main(argv: Sequence[str]) -> int:
         runs = trace_all(engines, job, options.np, threads, steps, runner)
         traces = [run.trace for run in runs if run.trace is not None]
         pairs = [Pair.compare(one, other, options.tolerance) for one, other in combinations(traces, 2)]
-        print_report(runs, pairs, folder, folder.parent)
+        report = conclude(runs, pairs, folder, runner.warnings)
+        report.show()
+        report.write(folder.parent, "parity")
     if not all(run.done for run in runs):
         return 2
     return int(not all(pair.same for pair in pairs))

@@ -83,11 +83,6 @@ def _runs_in_which(is_so: Callable[[Trace, Moment], bool], pair: Pair, finding: 
     return {"names": " and ".join(names)} if names else None
 
 
-def other_batch_size(pair: Pair, finding: Finding) -> Fit:
-    first, second = (trace.samples(finding.when).total() for trace in pair.runs)
-    return {"first": first, "second": second} if first != second else None
-
-
 # Within a step.
 
 
@@ -97,15 +92,13 @@ def scaled(pair: Pair, finding: Finding) -> Fit:
     left, right = next(((a, b) for a, b in zip(*sides, strict=False) if a != b), (1.0, 1.0))
     large, small = pair.runs if abs(left) >= abs(right) else pair.runs[::-1]
     ratio = max(abs(left), abs(right)) / (min(abs(left), abs(right)) or math.inf)
-    if finding.run or (finding.quantity == "gradient norm" and pair.finding("loss") is not None):
+    if finding.run:
         return None
-    line, ranks = large.lines(finding.when)[0], max(pair.one.size, pair.other.size)
-    passes = len(line["losses"]) if large.is_script else int(large.options["accumulate"])
+    ranks, losses = max(pair.one.size, pair.other.size), large.lines(finding.when)[0]["losses"]
+    passes = len(losses) if large.is_script else int(large.options["accumulate"])
     numbers = {"its number of ranks": ranks, "its number of passes": passes}
     if finding.quantity == "learning rate":
         numbers = {"its number of ranks": ranks, "the root of its number of ranks": ranks**0.5}
-    elif finding.quantity == "loss":
-        numbers |= {"the size of its batch": max(line["counts"], default=1)}
     factors = [name for name, number in numbers.items() if _is_near(ratio, number)]
     return {"large": large.name, "small": small.name, "factor": " or ".join(factors)} if factors else None
 
@@ -162,15 +155,6 @@ def _clipped_to(trace: Trace) -> float | None:
     largest = max(norms, default=0.0)
     near = [norm for norm in norms if norm >= largest * (1 - MAX_NORM_ERROR)]
     return largest if len(near) > 1 else None
-
-
-def other_update(pair: Pair, finding: Finding) -> Fit:
-    is_so = not pair.at_start and finding.run and not pair.differs_among_ranks("gradients")
-    return {} if is_so else None
-
-
-def batch_norm_by_rank(pair: Pair, finding: Finding) -> Fit:
-    return {} if finding.quantity == "buffers" and finding.run else None
 
 
 def batch_norm_between_runs(pair: Pair, finding: Finding) -> Fit:

@@ -1,25 +1,24 @@
-"""Print the comparison, a table of the steps and the verdicts with their causes, and write parity.json."""
+"""The report of a comparison step by step: verdicts with their causes, and a table of the steps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvd_trainer.measure.formats import to_json
+from hvd_trainer.measure.report import Report, Table, Verdict
 from hvd_trainer.measure.trace_format import SMALL
 from hvd_trainer.tools.parity.causes import find_causes
 from hvd_trainer.tools.parity.comparison import Pair
 from hvd_trainer.tools.parity.fits import repeats_samples, takes_same_samples
 from hvd_trainer.tools.parity.tensors import Finding
 from hvd_trainer.tools.parity.traced_runs import TracedRun
-from hvd_trainer.tools.parity.traces import Trace
-from hvd_trainer.utils.files import atomic_write
+from hvd_trainer.tools.parity.traces import Moment, Trace
 from hvd_trainer.utils.text import plural
 
-REPORT_FILE = "parity.json"
 QUANTITY_NAMES = {
     "skipped": "whether the step is left out",
     "optimizer": "the optimizer's state",
@@ -27,39 +26,47 @@ QUANTITY_NAMES = {
     "steps": "the number of steps",
 }
 """Quantities in words; one that is not listed, such as loss, is called `the loss`."""
+FIGURES: Mapping[str, Callable[[Trace, Moment], float | None]] = {
+    "loss": Trace.loss,
+    "gradient norm": Trace.grad_norm,
+}
+"""Figures of a step, by their titles."""
 TENSORS = ("gradients", "parameters", "optimizer", "buffers")
 
 
-def print_report(runs: Sequence[TracedRun], pairs: Sequence[Pair], folder: Path, out: Path) -> None:
-    """Print the table and the conclusions, and write all of it as JSON.
+def conclude(runs: Sequence[TracedRun], pairs: Sequence[Pair], folder: Path, warnings: Sequence[str]) -> Report:
+    """Return all that the traces show.
 
     Args:
         folder: of the runs.
-        out: the folder for parity.json.
+        warnings: of the runs.
     """
     traces = [run.trace for run in runs if run.trace is not None]
-    for line in [*table(traces, pairs), *conclusions(runs, pairs, folder)]:
-        print(line)
-    with atomic_write(out / REPORT_FILE) as file:
-        file.write_text(to_json(as_json(runs, pairs)))
-    print(f"written: {out / REPORT_FILE}", flush=True)
+    failed = [f"{run.engine} {run.record.state}: {run.record.why(folder)}" for run in runs if not run.done]
+    suspect = [text for pair in pairs if pair.same for text in _suspect(pair.one)]
+    return Report(
+        title="Compared step by step",
+        subject=shlex.join(runs[0].record.identity["words"]),
+        verdicts=[
+            *(Verdict(text, "failed") for text in failed),
+            *(Verdict(verdict(pair), "sure" if pair.same else "failed", [*details(pair)]) for pair in pairs),
+        ],
+        warnings=[*warnings, *dict.fromkeys(suspect)],
+        tables=[*_tables(traces, pairs)],
+        notes=[*_notes(traces, pairs, folder)],
+        data=_data(runs, pairs),
+    )
 
 
-def conclusions(runs: Sequence[TracedRun], pairs: Sequence[Pair], folder: Path) -> list[str]:
-    """Return the lines with the verdicts, their details, failed runs and notes."""
-    lines: list[str] = []
-    for pair in pairs:
-        lines += [verdict(pair), *(f"  {line}" for line in details(pair))]
-    lines += [f"{run.engine} {run.record.state}: {run.record.why(folder)}" for run in runs if not run.done]
-    stride = max([run.trace.start["stride"] for run in runs if run.trace is not None], default=1)
+def _notes(traces: Sequence[Trace], pairs: Sequence[Pair], folder: Path) -> Iterator[str]:
+    stride = max([trace.start["stride"] for trace in traces], default=1)
     if stride > 1 and not all(pair.same and pair.allowed.exact for pair in pairs):
-        lines.append(
+        yield (
             f"The model is large: of tensors of more than {SMALL:,} elements every {stride}th was kept, and is "
             "in the differences; equal bits are of all elements."
         )
     if not all(pair.same for pair in pairs):
-        lines.append(f"All values, by rank and step, are in {folder}/*/trace")
-    return lines
+        yield f"All values, by rank and step, are in {folder}/*/trace"
 
 
 # The verdict on two runs.
@@ -85,9 +92,8 @@ def _agreement(pair: Pair) -> str:
 
 
 def details(pair: Pair) -> Iterator[str]:
-    """Yield the lines on what differs, its causes, and what to do; of equal runs on what is suspect."""
+    """Yield sentences on what differs, its causes, and what to do; none on equal runs."""
     if pair.same:
-        yield from _warnings(pair.one)
         return
     first, *others = pair.findings
     yield f"First: {describe(first)}."
@@ -96,13 +102,14 @@ def details(pair: Pair) -> Iterator[str]:
     if not pair.allowed.exact:
         yield f"Allowed: {pair.allowed}."
     causes = find_causes(pair)
-    yield ("None of the known causes fits.", "A known cause fits:", "Known causes that fit:")[min(len(causes), 2)]
+    if not causes:
+        yield "None of the known causes fits."
     for text, advice in causes:
-        yield f"- {text}."
-        yield f"  To do: {advice}."
+        yield f"A known cause fits: {text}."
+        yield f"To do: {advice}."
 
 
-def _warnings(trace: Trace) -> Iterator[str]:
+def _suspect(trace: Trace) -> Iterator[str]:
     """Yield what is the same in both runs, and yet is a mistake in most jobs."""
     steps = trace.steps
     if steps and all(takes_same_samples(trace, when) for when in steps):
@@ -147,29 +154,28 @@ def _format_value(value: Any) -> str:
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
-# The steps, and parity.json.
+# The steps, and all in plain JSON.
 
 
-def table(traces: Sequence[Trace], pairs: Sequence[Pair]) -> list[str]:
-    """Return one line per step: losses, gradient norms, and how far the parameters are apart."""
+def _tables(traces: Sequence[Trace], pairs: Sequence[Pair]) -> Iterator[Table]:
+    """Yield a row per step: losses, gradient norms, and how far the parameters are apart."""
     steps = sorted({when for trace in traces for when in trace.steps})
     if not steps or not pairs:
-        return []
-    columns = [["", "step", *(str(when.step) for when in steps)]]
-    for title, value_of in (("loss", Trace.loss), ("gradient norm", Trace.grad_norm)):
-        for place, trace in enumerate(traces):
-            values = (value_of(trace, when) if when in trace.steps else None for when in steps)
-            cells = ["-" if value is None else f"{value:.7g}" for value in values]
-            columns.append(["" if place else title, trace.name, *cells])
-    for place, pair in enumerate(pairs):
-        gaps = (pair.gaps.get(when.step) for when in steps)
-        cells = ["-" if gap is None else f"{gap:.1e}" if gap else "same bits" for gap in gaps]
-        columns.append(["" if place else "parameters apart", f"{pair.one.name}, {pair.other.name}", *cells])
-    padded = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
-    return [*("  ".join(row) for row in zip(*padded, strict=True)), ""]
+        return
+    figures = [(title, trace, get) for title, get in FIGURES.items() for trace in traces]
+    columns = ["step", *(f"{title}, {trace.name}" for title, trace, _ in figures)]
+    columns += [f"apart: {pair.name}" for pair in pairs]
+    rows = []
+    for when in steps:
+        values = (get(trace, when) if when in trace.steps else None for _, trace, get in figures)
+        gaps = (pair.gaps.get(when.step) for pair in pairs)
+        cells = ["-" if value is None else f"{value:.7g}" for value in values]
+        cells += ["-" if gap is None else f"{gap:.1e}" if gap else "same bits" for gap in gaps]
+        rows.append([str(when.step), *cells])
+    yield Table("Step by step, and how far the parameters are apart", columns, rows, words=())
 
 
-def as_json(runs: Sequence[TracedRun], pairs: Sequence[Pair]) -> dict[str, Any]:
+def _data(runs: Sequence[TracedRun], pairs: Sequence[Pair]) -> dict[str, Any]:
     """Return the runs, and the verdicts with their findings and causes."""
     return {
         "same": all(run.done for run in runs) and all(pair.same for pair in pairs),

@@ -32,7 +32,6 @@ from hvd_trainer.tools.diagnose import machine_use
 from hvd_trainer.tools.diagnose.actions import Action, find_actions
 from hvd_trainer.tools.diagnose.causes import find_candidates, find_causes
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, TWICE, Cause, Evidence, Line
-from hvd_trainer.tools.diagnose.flame_graph import speedscope
 from hvd_trainer.tools.diagnose.lone import mark_lone
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch, other_cores
 from hvd_trainer.tools.diagnose.profile import RankProfile, read_profiles, role_of, together_s
@@ -391,7 +390,7 @@ def test_verdict_on(name: str) -> None:
     advice = [action for action in find_actions(causes, case.evidence) if action.cause == case.kind]
     if case.advice is None:
         assert advice == []
-        assert report_on(case.evidence).verdicts[0].details == ["Nothing is known that makes this cheaper."]
+        assert report_on(case.evidence).verdicts[0].details[1:] == ["Nothing is known that makes this cheaper."]
         return
     assert advice[0].text.startswith(case.advice)
     assert "--batch-size" not in advice[0].text or case.kind == "swap"
@@ -559,7 +558,7 @@ def test_switches_are_told_with_their_line(tmp_path: Path) -> None:
     )
     first = report_on(evidence, causes=[], unclear=[]).verdicts[0]
     assert first.text.startswith("On in every step: train.py:3: anomaly detection is on")
-    assert find_switches(Evidence(profiles=[make_rank(COMPUTE)] * 2, cores=4)) == []
+    assert not list(find_switches(Evidence(profiles=[make_rank(COMPUTE)] * 2, cores=4)))
 
 
 def test_exchange_and_overhead_are_differences_between_runs() -> None:
@@ -799,7 +798,7 @@ def test_role_of_a_stack() -> None:
     assert role_of("reduce", (LOOP, metric), in_trainer=True) == "metric"
 
 
-# The page and the file for speedscope.
+# The report.
 
 
 RUNPY = Frame("<frozen runpy>", 88, "_run_code", "exec", "library")
@@ -849,17 +848,3 @@ def test_a_difference_within_the_noise_is_said_to_be() -> None:
     (verdict,) = report_on(evidence).verdicts
     assert verdict.state == "unsure"
     assert verdict.text.startswith("Within the noise, in ms of a step: exchanging gradients (")
-
-
-def test_speedscope_file_has_a_profile_per_rank() -> None:
-    ranks = make_rank(COMPUTE, CALL), make_rank(COMPUTE, reduce_for(50))
-    made = speedscope(ranks, "train.py")
-    assert made["$schema"] == "https://www.speedscope.app/file-format-schema.json"
-    assert [profile["name"] for profile in made["profiles"]] == ["rank 0", "rank 1"]
-    names = [frame["name"] for frame in made["shared"]["frames"]]
-    for profile in made["profiles"]:
-        assert profile["type"] == "sampled"
-        assert len(profile["samples"]) == len(profile["weights"])
-        assert profile["endValue"] == pytest.approx(sum(profile["weights"])) == pytest.approx(STEPS * 0.06)
-        assert max(map(max, profile["samples"])) < len(names)
-    assert [names[number] for number in made["profiles"][0]["samples"][1]][-1] == "Save.on_step_end"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,15 @@ from made_traces import (
 from torch import Tensor, nn
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.measure.formats import to_json
 from hvd_trainer.measure.message import Message
+from hvd_trainer.measure.report import Report
 from hvd_trainer.measure.start import Start
 from hvd_trainer.measure.trace_format import KEPT_BYTES, draws, sample_checksums, stride, subsample
 from hvd_trainer.measure.trials import RunRecord
 from hvd_trainer.tools.parity import cli, fits
 from hvd_trainer.tools.parity.causes import find_causes, known_causes
 from hvd_trainer.tools.parity.comparison import Pair
-from hvd_trainer.tools.parity.report import as_json, conclusions, details, table, verdict
+from hvd_trainer.tools.parity.report import conclude, details, verdict
 from hvd_trainer.tools.parity.tensors import NONE, distance_between
 from hvd_trainer.tools.parity.tolerance import expected_tolerance
 from hvd_trainer.tools.parity.traced_runs import (
@@ -43,7 +44,7 @@ from hvd_trainer.tools.parity.traced_runs import (
 from hvd_trainer.tools.parity.traces import SCRIPT_OPTIONS, Moment, Trace
 
 DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits")
-DONE = RunRecord({"engine": "x", "ranks": 2}, 1, "done", 1.0)
+DONE = RunRecord({"engine": "x", "ranks": 2, "words": ["train.py"]}, 1, "done", 1.0)
 ALL = ("gradients", "parameters", "optimizer")
 
 
@@ -75,26 +76,30 @@ CASES: list[tuple[str, Change, str, str]] = [
     ("step 3", first_epoch_again, "samples", "the same order in each epoch"),
     ("step 1", set_samples(lambda rank, n: f"z{n}{rank}-z{n}"), "samples", "the data come in another order"),
     ("step 2", reverse_samples, "samples", "ddp takes the same ones on other ranks, or in another order"),
-    ("step 2", lambda rank, line, values: line["samples"].pop(), "samples", "a step takes 6 samples on one side"),
+    ("step 2", lambda rank, line, values: line["samples"].pop(), "samples", "or a batch size, or the end of"),
     # within a step
     ("step 3", set_line(lr=[0.2]), "learning rate", "horovod multiplies the learning rate by its number"),
     ("step 1", set_line(lr=[0.1 * 2**0.5]), "learning rate", "by the root of its number"),
     ("step 2", set_line(lr=[0.1, 0.07]), "learning rate", "None of the known causes fits."),
     ("step 1", rate_by_rank, "learning rate", "None of the known causes fits."),
-    ("step 2", set_line(skipped=True), "skipped", "one side leaves this step out"),
-    ("step 1", set_line(losses=[4.0]), "loss", "the loss of horovod is larger by the size of its batch"),
+    ("step 2", set_line(skipped=True), "skipped", "None of the known causes fits."),
     ("step 1", set_line(losses=[1.1]), "loss", "another loss for the same samples: train()"),
     ("step 1", APART, "gradients", "horovod does not average its gradients"),
     ("step 1", multiply(1.5, "gradients/a.bias", only=1), "gradients", "1 of 3 gradients, such as that of a.bias"),
     ("step 1", SUMMED, "gradients", "the gradients of horovod are larger by its number of ranks"),
-    ("step 3", multiply(1.001, "parameters/b", only=1), "parameters", "the same gradients, and other weights"),
+    ("step 3", multiply(1.001, "parameters/b", only=1), "parameters", "None of the known causes fits."),
     ("step 2", multiply(1 + 1e-6, "gradients"), "gradients", "sums are taken in another order: rounding"),
     ("step 2", multiply(1.01, "gradients"), "gradients", "None of the known causes fits."),
     # buffers and evaluation
     ("step 2", multiply(2, "buffers", only=1), "buffers", "one side sends them round while it trains"),
-    ("evaluation 4", multiply(2, "buffers", only=1), "buffers", "horovod does not average the statistics"),
+    ("evaluation 4", multiply(2, "buffers", only=1), "buffers", "None of the known causes fits."),
     ("evaluation 4", set_line(figures=OTHER_ACCURACY), "evaluation", "None of the known causes fits."),
 ]
+
+
+def report_on(pairs: Sequence[Pair]) -> Report:
+    runs = {trace.name: TracedRun(trace.name, DONE, trace) for pair in pairs for trace in pair.runs}
+    return conclude([*runs.values()], pairs, Path("out"), [])
 
 
 @pytest.mark.parametrize(("moment", "change", "quantity", "cause"), CASES)
@@ -167,7 +172,8 @@ def test_equal_runs_have_no_findings() -> None:
 def test_equal_runs_with_the_same_mistake_are_warned_of(samples: Any, suspect: str) -> None:
     pair = Pair.compare(make_trace("horovod", samples), make_trace("ddp", samples))
     assert pair.same
-    assert suspect in next(details(pair))
+    (warning,) = report_on([pair]).warnings
+    assert suspect in warning
 
 
 def test_finding_has_values_and_distance() -> None:
@@ -347,22 +353,25 @@ def test_table_and_json() -> None:
     change = combine(set_line(losses=[math.nan]), multiply(2, "parameters"))
     traces = [make_trace("horovod", {"step 4": change}), make_trace("ddp")]
     pair = Pair.compare(*traces)
-    lines = table(traces, [pair])
-    assert lines[0].split() == ["loss", "gradient", "norm", "parameters", "apart"]
-    assert lines[1].split() == ["step", "horovod", "ddp", "horovod", "ddp", "horovod,", "ddp"]
-    assert lines[2].split() == ["1", "1", "1", "2", "2", "same", "bits"]
-    assert lines[5].split() == ["4", "nan", "0.25", "2", "2", "5.0e-01"]
-    kept = json.loads(to_json(as_json([TracedRun(trace.name, DONE, trace) for trace in traces], [pair])))
+    report = report_on([pair])
+    (table,) = report.tables
+    assert table.columns == [
+        *("step", "loss, horovod", "loss, ddp", "gradient norm, horovod", "gradient norm, ddp"),
+        "apart: horovod and ddp",
+    ]
+    assert table.rows[0] == ["1", "1", "1", "2", "2", "same bits"]
+    assert table.rows[3] == ["4", "nan", "0.25", "2", "2", "5.0e-01"]
+    assert [verdict.state for verdict in report.verdicts] == ["failed"]
+    kept = json.loads(report.json())
     assert not kept["same"]
     assert kept["pairs"][0]["findings"][0]["quantity"] == "loss"
     assert kept["pairs"][0]["losses"]["2"] == [0.5, 0.5]
 
 
-def test_large_model_is_compared_by_samples_of_its_values(tmp_path: Path) -> None:
+def test_large_model_is_compared_by_samples_of_its_values() -> None:
     one = make_trace("horovod", {"start 0": set_line(stride=16)})
-    traces = [one, make_trace("ddp", {"step 1": multiply(1.5, "gradients")})]
-    lines = conclusions([TracedRun(t.name, DONE, t) for t in traces], [Pair.compare(*traces)], tmp_path)
-    assert any("every 16th was kept" in line for line in lines)
+    pair = Pair.compare(one, make_trace("ddp", {"step 1": multiply(1.5, "gradients")}))
+    assert any("every 16th was kept" in text for text in report_on([pair]).notes)
 
 
 # What is run.
@@ -403,7 +412,7 @@ def test_nothing_of_others_in_the_folder_is_removed(tmp_path: Path, monkeypatch:
         assert cli.main(["--out", str(tmp_path), "--", *DIGITS]) == 2
     assert [(tmp_path / name).read_text() for name in others] == [*others]
     added = {path.name for path in tmp_path.iterdir()} - {Path(name).parts[0] for name in others}
-    assert added == {"parity.json", "parity-runs"}
+    assert added == {"parity.html", "parity.json", "parity.md", "parity-runs"}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "parity-runs").symlink_to(tmp_path)
     with pytest.raises(OptionError, match="is a link, behind which"):
