@@ -6,9 +6,10 @@ import json
 import os
 import pkgutil
 import threading
+from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -28,7 +29,7 @@ from hvd_trainer.faults.monitor_server import MonitorServer
 from hvd_trainer.faults.root_cause import RootCause
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
-from hvd_trainer.tools.run.engines import _uses_nccl
+from hvd_trainer.tools.run.engines import _mark_waits, _uses_nccl
 from hvd_trainer.utils import accelerator
 
 GPU = torch.device("cuda", 1)
@@ -236,6 +237,14 @@ def test_work_is_begun_and_finished_on_the_stream_that_asked_for_it(gpu: StandIn
     ]
     assert second.wait()
     assert gpu.calls[-1] == "compute waits for 2"
+
+
+def test_stream_of_a_script_waits_for_horovods_result(gpu: StandIn) -> None:
+    mpi_ops, session = ModuleType("mpi_ops"), SimpleNamespace(waiting=nullcontext)
+    vars(mpi_ops)["synchronize"] = lambda handle: (torch.zeros(1), None)
+    _mark_waits(mpi_ops, cast("Any", session))
+    assert mpi_ops.synchronize(1) == (torch.zeros(1), None)
+    assert gpu.calls == ["compute follows"]
 
 
 @pytest.mark.parametrize(
