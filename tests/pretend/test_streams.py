@@ -42,6 +42,7 @@ def test_rule(check: Any, ranks: int, args: tuple[Any, ...], tmp_path: Path) -> 
     run_ranks(check, num_processes=ranks, args=args, timeout_s=200)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", ["device_ddp.py", "device_horovod.py"])
 @pytest.mark.parametrize("engine", [case("ddp"), case("horovod")])
 def test_script_by_run_gives_the_same_bits_in_any_order(script: str, engine: str) -> None:

@@ -235,7 +235,8 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
     return;
   }
   for (auto& [tensor, meta] : written) {
-    if (tensor.sizes() == meta.sizes()) continue;
+    // Only what is empty grows: some meta kernels give others a wrong shape.
+    if (tensor.sizes() == meta.sizes() || tensor.numel() > 0) continue;
     auto strides = meta.is_contiguous() ? at::OptionalIntArrayRef() : at::OptionalIntArrayRef(meta.strides());
     resize(tensor.unsafeGetTensorImpl(), meta.sizes(), strides);
   }
