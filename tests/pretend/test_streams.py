@@ -31,7 +31,7 @@ def _library() -> None:
         case(stream_checks.hvd_in_any_order, 2, ("late default stream",)),
         case(stream_checks.c10d_in_any_order, 2, ("late side streams",)),
         case(stream_checks.c10d_in_any_order, 2, ("late default stream",)),
-        case(stream_checks.abort_ends_a_wait, 2, ("ddp", faults.FOLDER)),
+        case(stream_checks.abort_ends_a_wait, 2, ("ddp", faults.FOLDER), when="nightly"),
         case(stream_checks.abort_ends_a_wait, 2, ("hvd", faults.FOLDER)),
         case(stream_checks.peak, 2, ("--backend ddp --shard full", 0.75, "--backend ddp")),
         case(stream_checks.peak, 2, ("--backend ddp --reproducible 2", 2.0, "--backend ddp")),
