@@ -388,6 +388,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("record_stream", record_tensor_on_stream);
   library.impl("native_dropout", native_dropout);
   library.impl("_fused_sdp_choice", fused_sdp_choice);
+  // Else it would write into a tensor that its kernel resizes on the way.
+  library.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&fall_back>());
   library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   library.impl("convolution_backward_overrideable", convolution_backward);
 }
