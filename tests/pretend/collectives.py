@@ -43,6 +43,8 @@ def _connect_horovod(library: Any) -> Callable[[ModuleType], None]:
     """
     import torch
 
+    from pretend.device import NAME
+
     def connect(ops: ModuleType) -> None:
         real: dict[str, Any] = {}
         received: dict[int, list[tuple[Any, Any]]] = {}
@@ -79,6 +81,9 @@ def _connect_horovod(library: Any) -> Callable[[ModuleType], None]:
                 library.write(values, output if output.shape == values.shape else output.resize_(values.shape))
             return result
 
+        # By these names hvd_trainer asks which types Horovod has.
+        for name, function in list(vars(ops.mpi_lib).items()):
+            setattr(ops.mpi_lib, name.replace("_async_torch_", f"_async_torch_{NAME}_"), function)
         for name, position in OUTPUTS.items():
             replace(f"_{name}_async", exchange(f"_{name}_async", position))
         replace("synchronize", synchronize)

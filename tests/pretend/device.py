@@ -22,6 +22,7 @@ ORDERS = {
     "blocking": (0, 0, True),
     "late side streams": (0, 1500, False),
     "late default stream": (400, 0, False),
+    "very late side streams": (0, 60_000, False),
 }
 """How long tasks of the default stream and of others wait before they run, in us, and whether the host waits for
 each. What is not waited for shows where it is late."""

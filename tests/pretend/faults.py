@@ -13,6 +13,8 @@ from pretend import checks, stream_checks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LATE_SIDE, LATE_DEFAULT = "late side streams", "late default stream"
+VERY_LATE_SIDE = "very late side streams"
+"""Later than a step takes: batches are fetched one step ahead."""
 
 
 class Fault(NamedTuple):
@@ -58,7 +60,7 @@ def waits(text: str) -> tuple[Any, ...]:
     return checks.host_waits, ("ddp", [text])
 
 
-WORKERS = f"{DDP} --workers 1"
+WORKERS = f"{checks.DIGITS} --backend single --workers 1"
 TRANSFER, EXECUTOR, OPERATION = "data/transfer.py", "hvd/common/executor.py", "hvd/collective.py"
 STAGES = f"{checks.TEXTS} --backend ddp --stages 2"
 
@@ -69,7 +71,8 @@ ALL = (
         TRANSFER,
         "        current.wait_event(arrival)\n",
         "",
-        *bits(WORKERS, LATE_SIDE),
+        *bits(WORKERS, VERY_LATE_SIDE),
+        1,
     ),
     Fault(
         "a batch's memory is given away while a step reads it",
@@ -77,6 +80,7 @@ ALL = (
         "tensor.record_stream(current)",
         "pass",
         *bits(WORKERS, LATE_DEFAULT),
+        1,
     ),
     Fault(
         "batches are copied between the steps",
@@ -98,7 +102,8 @@ ALL = (
         "        arrival.record(self._stream)\n"
         "        with accelerator.on_stream(self._stream):\n"
         "            moved = to_device(batch, self._device)\n",
-        *bits(WORKERS, LATE_SIDE),
+        *bits(WORKERS, VERY_LATE_SIDE),
+        1,
     ),
     Fault(
         "the host waits for each copy",

@@ -31,7 +31,7 @@ def _library() -> None:
         case(stream_checks.hvd_in_any_order, 2, ("late default stream",)),
         case(stream_checks.c10d_in_any_order, 2, ("late side streams",)),
         case(stream_checks.c10d_in_any_order, 2, ("late default stream",)),
-        case(stream_checks.abort_ends_a_wait, 2, ("ddp", faults.FOLDER)),
+        case(stream_checks.abort_ends_a_wait, 2, ("ddp", faults.FOLDER), when="nightly"),
         case(stream_checks.abort_ends_a_wait, 2, ("hvd", faults.FOLDER)),
         case(stream_checks.peak, 2, ("--backend ddp --shard full", 0.75, "--backend ddp")),
         case(stream_checks.peak, 2, ("--backend ddp --reproducible 2", 2.0, "--backend ddp")),
@@ -42,6 +42,7 @@ def test_rule(check: Any, ranks: int, args: tuple[Any, ...], tmp_path: Path) -> 
     run_ranks(check, num_processes=ranks, args=args, timeout_s=200)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", ["device_ddp.py", "device_horovod.py"])
 @pytest.mark.parametrize("engine", [case("ddp"), case("horovod")])
 def test_script_by_run_gives_the_same_bits_in_any_order(script: str, engine: str) -> None:

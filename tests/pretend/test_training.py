@@ -9,13 +9,14 @@ from combinations import case
 from gpu import table
 from launchers import run_ranks
 
-from pretend import build, checks, device
+from pretend import build, checks
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=str(build.missing())),
     pytest.mark.timeout(600),
 ]
 LATE = ("blocking", "late side streams")
+ALL = (*LATE, "late default stream", "as queued")
 SHORT = ("plain", "fp16", "fp16 on the wire", "uneven last batches", "loader processes")
 """Rows for the engine whose other rows are `long`."""
 TEXTS = {
@@ -29,8 +30,8 @@ TEXTS = {
     [
         case("ddp", None, LATE),
         case("horovod", SHORT, LATE),
-        case("ddp", None, tuple(device.ORDERS), when="long"),
-        case("horovod", None, tuple(device.ORDERS), when="long"),
+        case("ddp", None, ALL, when="long"),
+        case("horovod", None, ALL, when="long"),
     ],
 )
 def test_order_of_streams_changes_no_bit(

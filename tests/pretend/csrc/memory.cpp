@@ -3,10 +3,10 @@
 // It is the host's own memory, but the host never reads it while it belongs to a tensor of the device. Fresh memory
 // is full of 0xFF, which is NaN in every floating point type, so that what nobody has written is seen in a result.
 //
-// A tensor is freed by the host while kernels that use it are still queued. Its memory becomes NaN again in the
-// order of the stream on which it was allocated: kernels of that stream that were queued before have had it. Other
-// streams' kernels have had it only if `record_stream` says that they use it; else they may read NaN, as on a GPU
-// they may read what the next tensor in that memory contains.
+// A tensor is freed by the host while kernels that use it are still queued. On a GPU its memory goes to the next
+// tensor that is allocated on the same stream. So that is when it becomes NaN here, in that stream's order: kernels
+// of the stream that were queued before have had it. Other streams' kernels have had it only if that stream waits for
+// them, or if `record_stream` says that they use it.
 #include "memory.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -69,6 +69,18 @@ void retire(void* address, size_t bytes) {
   }
 }
 
+std::mutex pending_mutex;
+std::map<std::pair<int, int64_t>, std::vector<std::function<void()>>> pending;  // by device and stream
+
+void reuse_freed(Queue& queue) {
+  std::vector<std::function<void()>> ready;
+  {
+    std::lock_guard<std::mutex> lock(pending_mutex);
+    ready.swap(pending[{queue.device(), queue.number()}]);
+  }
+  for (auto& leave : ready) queue.push(std::move(leave));
+}
+
 void free_block(void* context) {
   std::unique_ptr<Block> block(static_cast<Block*>(context));
   allocated[block->device] -= block->bytes;
@@ -78,7 +90,8 @@ void free_block(void* context) {
     if (--*left == 0) retire(address, bytes);
   };
   for (auto stream : block->other_streams) queue_of(block->device, stream).push(leave);
-  queue_of(block->device, block->stream).push(leave);
+  std::lock_guard<std::mutex> lock(pending_mutex);
+  pending[{block->device, block->stream}].push_back(leave);
 }
 
 void free_nothing(void*) {}
@@ -89,6 +102,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     c10::Device place(TYPE, device);
     if (bytes == 0) return {nullptr, nullptr, &free_nothing, place};
     TORCH_CHECK(allocated[device] + bytes < TOTAL_BYTES, "pretend: out of memory of device ", device);
+    reuse_freed(current_queue(device));
     auto* block = new Block{poisoned(bytes), bytes, device, current_queue(device).number(), {}, {}};
     int64_t now = allocated[device] += bytes, most = peak[device];
     while (now > most && !peak[device].compare_exchange_weak(most, now)) {

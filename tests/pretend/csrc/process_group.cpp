@@ -17,6 +17,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <map>
+#include <thread>
 
 #include "operators.h"
 #include "stream.h"
@@ -33,6 +34,7 @@ using Tensors = std::vector<Tensor>;
 struct Exchange {
   std::function<intrusive_ptr<c10d::Work>()> start;
   std::function<void()> finish = [] {};
+  bool is_pairwise = false;
 };
 
 class Work final : public c10d::Work {
@@ -76,6 +78,12 @@ struct State {
   std::condition_variable changed;
   bool aborted = false;
 
+  intrusive_ptr<c10d::Work> awaited;
+
+  void set_awaited(intrusive_ptr<c10d::Work> work) {
+    std::lock_guard<std::mutex> lock(mutex);
+    awaited = std::move(work);
+  }
   bool is_aborted() {
     std::lock_guard<std::mutex> lock(mutex);
     return aborted;
@@ -88,6 +96,7 @@ struct State {
     {
       std::lock_guard<std::mutex> lock(mutex);
       aborted = true;
+      if (awaited) awaited->abort();
     }
     changed.notify_all();
   }
@@ -98,7 +107,16 @@ void run(const std::vector<Exchange>& exchanges, State& state) {
   try {
     std::vector<intrusive_ptr<c10d::Work>> works;
     for (const auto& exchange : exchanges) works.push_back(exchange.start());
-    for (const auto& work : works) work->wait();
+    for (size_t i = 0; i < works.size(); ++i) {
+      // Gloo ends a wait when a connection breaks, and not when its group is aborted; NCCL's kernels ask again and again.
+      // Of sends and receives Gloo knows only in `wait` whether they are done, but that can be ended.
+      if (exchanges[i].is_pairwise) state.set_awaited(works[i]);
+      while (!exchanges[i].is_pairwise && !works[i]->isCompleted()) {
+        if (state.is_aborted()) return;
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+      }
+      works[i]->wait();
+    }
     for (const auto& exchange : exchanges) exchange.finish();
   } catch (const std::exception& error) {
     if (!state.is_aborted()) std::fprintf(stderr, "pretend: an exchange waits for ever: %s\n", text_of(error).c_str());
@@ -162,12 +180,17 @@ class Group final : public c10d::Backend {
   }
 
   intrusive_ptr<c10d::Work> _allgather_base(
-      Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
-    std::vector<Tensors> views{host_view(output).view(-1).chunk(size_)};
-    Tensors sent{host_view(input).view(-1)};
-    return call(OpType::_ALLGATHER_BASE, {output, input}, {output}, {[=, gloo = gloo_]() mutable {
-      return gloo->allgather(views, sent, options);
-    }});
+      Tensor& output, Tensor& input, const c10d::AllgatherOptions&) override {
+    return call(OpType::_ALLGATHER_BASE, {output, input}, {output}, gather_into(output, input));
+  }
+
+  intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
+    std::vector<Exchange> all;
+    for (size_t i = 0; i < outputs.size(); ++i) all.push_back(gather_into(outputs[i], inputs[i]));
+    auto tensors = outputs;
+    tensors.insert(tensors.end(), inputs.begin(), inputs.end());
+    return launch(OpType::COALESCED, std::move(all), tensors, outputs);
   }
 
   intrusive_ptr<c10d::Work> _reduce_scatter_base(
@@ -200,14 +223,14 @@ class Group final : public c10d::Backend {
 
   intrusive_ptr<c10d::Work> send(Tensors& tensors, int to, int tag) override {
     auto views = host_views(tensors);
-    return call(OpType::SEND, tensors, {}, {[=, gloo = gloo_]() mutable { return gloo->send(views, to, tag); }});
+    auto start = [=, gloo = gloo_]() mutable { return gloo->send(views, to, tag); };
+    return call(OpType::SEND, tensors, {}, {start, [] {}, true});
   }
 
   intrusive_ptr<c10d::Work> recv(Tensors& tensors, int from, int tag) override {
     auto views = host_views(tensors);
-    return call(OpType::RECV, tensors, tensors, {[=, gloo = gloo_]() mutable {
-      return gloo->recv(views, from, tag);
-    }});
+    auto start = [=, gloo = gloo_]() mutable { return gloo->recv(views, from, tag); };
+    return call(OpType::RECV, tensors, tensors, {start, [] {}, true});
   }
 
   intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions&) override {
@@ -220,6 +243,12 @@ class Group final : public c10d::Backend {
     Tensors views;
     for (const auto& tensor : tensors) views.push_back(host_view(tensor));
     return views;
+  }
+
+  Exchange gather_into(const Tensor& output, const Tensor& input) {
+    std::vector<Tensors> views{host_view(output).view(-1).chunk(size_)};
+    Tensors sent{host_view(input).view(-1)};
+    return {[=, gloo = gloo_]() mutable { return gloo->allgather(views, sent, c10d::AllgatherOptions()); }};
   }
 
   Exchange all_reduce(Tensors views, c10d::ReduceOp op) {

@@ -19,5 +19,5 @@ if "HVD_TRAINER_TEST_PRETEND" in os.environ or "HVD_TRAINER_TEST_FAULT" in os.en
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     import pretend.startup
 
-    del sys.path[0]
     pretend.startup.begin()
+    del sys.path[0]
