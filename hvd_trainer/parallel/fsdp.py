@@ -94,10 +94,12 @@ class FSDPShards:
         """Move tensors to the device and give them the values of the replica group's first rank."""
         for tensor in tensors:
             moved = tensor.detach().to(self._backend.device).contiguous()
-            if isinstance(tensor, nn.Parameter):
-                moved = nn.Parameter(moved, tensor.requires_grad)
-            # Not `tensor.data =`, which PyTorch has for some pairs of devices only.
-            torch.utils.swap_tensors(tensor, moved)
+            # As `Module.to` does: swapping would refuse a tensor that an autograd graph or a weak reference knows.
+            if torch._has_compatible_shallow_copy_type(tensor, moved):
+                tensor.data = moved
+            else:
+                kept = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+                torch.utils.swap_tensors(tensor, kept)
         first = self._backend.replica_group[0]
         self._backend.collectives.broadcast_to_replicas([(tensor.data, first) for tensor in tensors])
 
