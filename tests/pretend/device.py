@@ -53,8 +53,7 @@ def install(order: str = "as queued") -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module(_library))
     torch.utils.generate_methods_for_privateuse1_backend()
-    # Parameters are moved by exchanging what two tensors refer to: PyTorch has no `tensor.data =` here.
-    torch.__future__.set_swap_module_params_on_conversion(True)
+    _swap_what_moves()
 
     from pretend import collectives, kernels
 
@@ -62,6 +61,26 @@ def install(order: str = "as queued") -> None:
     collectives.register(_library)
     atexit.register(_end)
     run_in_order(order)
+
+
+def _swap_what_moves() -> None:
+    """Let modules move by exchanging what two tensors refer to: PyTorch has no `tensor.data =` here.
+
+    `load_state_dict` would do so, too, which fails for parameters that DDP's hooks refer to.
+    """
+    import torch
+
+    apply = torch.nn.Module._apply
+
+    def apply_by_swapping(module: Any, function: Any, recurse: bool = True) -> Any:
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return apply(module, function, recurse)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+
+    torch.nn.Module._apply = apply_by_swapping  # type: ignore[method-assign]
 
 
 def _load() -> Any:

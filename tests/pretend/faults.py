@@ -75,14 +75,6 @@ ALL = (
         1,
     ),
     Fault(
-        "a batch's memory is given away while a step reads it",
-        TRANSFER,
-        "tensor.record_stream(current)",
-        "pass",
-        *bits(WORKERS, LATE_DEFAULT),
-        1,
-    ),
-    Fault(
         "batches are copied between the steps",
         TRANSFER,
         "accelerator.on_stream(self._stream)",
@@ -219,14 +211,6 @@ ALL = (
         (LATE_SIDE,),
     ),
     Fault(
-        "hvd: memory is given away while an exchange or its reader uses it",
-        OPERATION,
-        "                tensor.record_stream(stream)\n",
-        "                pass\n",
-        stream_checks.hvd_in_any_order,
-        (LATE_DEFAULT,),
-    ),
-    Fault(
         "hvd: the stream does not wait for the group's",
         "hvd/common/transport.py",
         "            work.wait()\n            return\n        while",
@@ -263,30 +247,6 @@ ALL = (
         ("hvd", FOLDER),
     ),
     # Horovod.
-    Fault(
-        "c10d: only the default stream waits for Horovod",
-        "utils/accelerator.py",
-        "        current.wait_stream(torch.Stream(0, current.device_index, current.device_type))\n",
-        "",
-        stream_checks.c10d_in_any_order,
-        (LATE_DEFAULT,),
-    ),
-    Fault(
-        "c10d: an operation runs on the stream of whoever asks",
-        "c10d/work.py",
-        "with nullcontext() if self._stream is None else accelerator.on_stream(self._stream):",
-        "with nullcontext():",
-        stream_checks.c10d_in_any_order,
-        (LATE_SIDE,),
-    ),
-    Fault(
-        "c10d: who waits does not wait for the operation's stream",
-        "c10d/work.py",
-        "            accelerator.current_stream(self._stream.device).wait_event(self._finished)\n",
-        "            pass\n",
-        stream_checks.c10d_in_any_order,
-        (LATE_SIDE,),
-    ),
     # DDP.
     Fault(
         "stages: gradients are used before they are summed",
@@ -313,13 +273,6 @@ ALL = (
     ),
     # Devices and memory.
     Fault(
-        "all ranks use the first device",
-        "backends/devices.py",
-        "accelerator.set_current(chosen[0])",
-        "chosen[0] = torch.device(chosen[0].type, 0)",
-        *bits(DDP, LATE_SIDE),
-    ),
-    Fault(
         "parts of a model are computed on the wrong device",
         "parallel/device_pipeline.py",
         "move_to(values[chunk], self._devices[part])",
@@ -327,16 +280,6 @@ ALL = (
         checks.same_bits,
         ("imdb", [f"{checks.TEXTS} --backend ddp --devices-per-rank 2"], FOLDER, ["as queued"]),
         1,
-    ),
-    Fault(
-        "the whole model is on a device before it is sharded",
-        "parallel/fsdp.py",
-        "            for root in roots:\n                self._equalize(list(root.buffers()))\n",
-        "            for root in roots:\n"
-        "                root.to(self._backend.device)\n"
-        "                self._equalize(list(root.buffers()))\n",
-        stream_checks.peak,
-        ("--backend ddp --shard full", 0.75, "--backend ddp"),
     ),
     Fault(
         "the tensors of the last exchanges are kept",

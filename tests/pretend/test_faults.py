@@ -16,7 +16,7 @@ def test_fault_stands_where_it_is_put(fault: faults.Fault) -> None:
     compile(fault.put_into(source), fault.file, "exec")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 @pytest.mark.parametrize("fault", faults.ALL, ids=lambda fault: fault.what)
