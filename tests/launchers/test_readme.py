@@ -184,7 +184,7 @@ NOT_RUN = re.compile(r"^(docker|apptainer|enroot|kubectl|\.venv-peers/bin/\w+) "
 OF_OTHERS = {
     "Open MPI": {"--allow-run-as-root", "--bind-to", "--mca", "--oversubscribe"},
     "Slurm": {
-        *("--array", "--cpus-per-task", "--gpu-bind", "--gpus-per-task", "--gres"),
+        *("--array", "--cpus-per-task", "--distribution", "--gpu-bind", "--gpus-per-task", "--gres"),
         *("--kill-on-bad-exit", "--mpi", "--ntasks", "--ntasks-per-node", "--open-mode", "--signal"),
     },
     "torchrun": {
