@@ -18,7 +18,7 @@ pytestmark = [
 LATE = ("blocking", "late side streams")
 ALL = (*LATE, "late default stream", "as queued")
 SHORT = ("plain", "fp16", "fp16 on the wire", "uneven last batches", "loader processes")
-"""Rows for the engine whose other rows are `long`."""
+"""Rows for the engine whose other rows are `nightly`."""
 TEXTS = {
     **{name: text.replace("--max-steps 5", "") for name, text in table.TEXTS.items()},
     "several devices": "--backend ddp --devices-per-rank 2",
@@ -30,8 +30,8 @@ TEXTS = {
     [
         case("ddp", None, LATE),
         case("horovod", SHORT, LATE),
-        case("ddp", None, ALL, when="long"),
-        case("horovod", None, ALL, when="long"),
+        case("ddp", None, ALL, when="nightly"),
+        case("horovod", None, ALL, when="nightly"),
     ],
 )
 def test_order_of_streams_changes_no_bit(
