@@ -58,7 +58,7 @@ image-test: $(STAMPS)/horovod $(STAMPS)/test
 	PATH="$(abspath $(BIN)):$$PATH" python -m pytest -m image --timeout 3600 tests/cluster/test_image.py $(PYTEST_ARGS)
 
 # It builds Horovod itself. Without a GPU it says so and exits with 69.
-gpu-test: $(STAMPS)/package
+gpu-test: $(STAMPS)/test
 	PATH="$(abspath $(BIN)):$$PATH" python tests/gpu $(GPU_ARGS)
 
 lint: $(STAMPS)/dev

@@ -41,7 +41,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="PATTERN", default=["*"], help="contestants by name")
     parser.add_argument("--list", action="store_true", help="show the contestants and stop")
     parser.add_argument("--limit-s", type=float, default=300.0, help="for one run")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder; goes on from its runs")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder; resumes from its runs")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: at least 1 is needed")

@@ -126,14 +126,14 @@ def table(outcomes: dict[str, dict[str, list[str]]]) -> str:
     ours, theirs = (outcomes[backend] for backend in BACKENDS)
     counts = Counter((theirs[name][0], ours[name][0]) for name in ours)
     pairs = [[their, our, str(count)] for (their, our), count in sorted(counts.items())]
-    others = [
+    differing = [
         [name, theirs[name][0], outcome, (reason or theirs[name][1])[:150]]
         for name, (outcome, reason) in sorted(ours.items())
         if outcome != theirs[name][0]
     ]
     tables = (
         Table("", ("on Gloo", "on Horovod", "tests"), pairs, words=(0, 1)),
-        Table("", ("test", "on Gloo", "on Horovod", "reason"), others, words=(0, 1, 2, 3)),
+        Table("", ("test", "on Gloo", "on Horovod", "reason"), differing, words=(0, 1, 2, 3)),
     )
     return "\n\n".join(table.markdown() for table in tables)
 

@@ -54,16 +54,16 @@ def progress() -> list[Any]:
 def _recorders() -> list[Callable[..., bytes]]:
     """Return what gives the records of Gloo, and of each of PyTorch's classes for NCCL that there is."""
     module: Any = sys.modules.get("torch._C._distributed_c10d")
-    found = [getattr(module, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
+    recorders = [getattr(module, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
     if hasattr(module, "ProcessGroupNCCL2"):
-        found.append(partial(module._dump_fr_trace_json, backend=NCCL_SINCE_2_15))
-    if any(found):
+        recorders.append(partial(module._dump_fr_trace_json, backend=NCCL_SINCE_2_15))
+    if any(recorders):
         from hvd_trainer.utils import accelerator  # imports torch, as those have
 
         device = accelerator.in_use()
         if device is not None:
             accelerator.set_current(device)  # they query events
-    return [recorder for recorder in found if recorder is not None]
+    return [recorder for recorder in recorders if recorder is not None]
 
 
 def _exchanges() -> list[Exchange]:

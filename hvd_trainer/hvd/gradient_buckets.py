@@ -64,7 +64,7 @@ class Reduction:
 
 
 class Exchange(Protocol):
-    """What reduces the buckets of one optimizer: a `BucketSchedule`, or `NegotiatedBuckets`."""
+    """Reduces the buckets of one optimizer: the interface of `BucketSchedule` and `NegotiatedBuckets`."""
 
     @property
     def is_over(self) -> bool: ...

@@ -59,7 +59,7 @@ class Message:
     def read(cls, environ: MutableMapping[str, str]) -> Message | None:
         """Return the message for this process; None if no tool has started it, or if it is for the rank above.
 
-        The first process that reads it has it. Below that one only ranks of a further launcher read it anew.
+        The first process that reads it has it. Below that one only ranks of a further launcher read it again.
         """
         if VARIABLE not in environ:
             return None

@@ -1,4 +1,4 @@
-"""What became of a trial: its runs by round, medians of their figures, and pairs with those of another trial."""
+"""The result of a trial: its runs by round, medians of their figures, and pairs with those of another trial."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TrialResult(Generic[T]):
     state: str
     """done, failed, killed, or not run"""
     note: str = ""
-    """what became of the latest run that failed, unless its round went well later"""
+    """how the latest run failed, unless its round went well later"""
     output: str = ""
     """the file with what that run printed"""
 

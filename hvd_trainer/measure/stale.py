@@ -31,8 +31,8 @@ def digests(names: Iterable[str], *, since: float = math.inf) -> dict[str, str]:
     Args:
         since: when they were read, in seconds since 1970; one that was written later is `CHANGED`.
     """
-    found = {name: digest(Path(name)) for name in sorted(set(names))}
-    return {name: CHANGED if os.stat(name).st_mtime > since else text for name, text in found.items() if text}
+    files = {name: digest(Path(name)) for name in sorted(set(names))}
+    return {name: CHANGED if os.stat(name).st_mtime > since else text for name, text in files.items() if text}
 
 
 def digest_of_files(words: Iterable[str]) -> dict[str, str]:

@@ -94,12 +94,12 @@ def set_current(device: torch.device) -> None:
 
 def in_use() -> torch.device | None:
     """Return a device on which this process has a context: this thread's current one, if it is one; else None."""
-    found = torch.accelerator.current_accelerator()
-    if found is None or found.type not in COLLECTIVES or not torch.get_device_module(found).is_initialized():
+    current = torch.accelerator.current_accelerator()
+    if current is None or current.type not in COLLECTIVES or not torch.get_device_module(current).is_initialized():
         return None  # before anything counts the devices, which takes a while
-    type_, current = found.type, torch.get_device_module(found).current_device()
-    has_context: Callable[[int], bool] = torch._C._cuda_hasPrimaryContext if type_ == "cuda" else current.__eq__
-    numbers = sorted(range(count(type_)), key=lambda number: number != current)
+    type_, own = current.type, torch.get_device_module(current).current_device()
+    has_context: Callable[[int], bool] = torch._C._cuda_hasPrimaryContext if type_ == "cuda" else own.__eq__
+    numbers = sorted(range(count(type_)), key=lambda number: number != own)
     return next((torch.device(type_, number) for number in numbers if has_context(number)), None)
 
 

@@ -135,13 +135,6 @@ ALL = (
         *waits("--batch-size 32"),
     ),
     Fault(
-        "which parameters are used is read in each step",
-        "optim/reproducible.py",
-        "if self._find_unused else [1.0]",
-        "if True else [1.0]",
-        *bits(f"{DDP} --batch-size 8 --reproducible 4", LATE_SIDE),
-    ),
-    Fault(
         "the places of norms are copied in each step",
         "parallel/pipeline.py",
         "if present != self._present:",
@@ -154,8 +147,9 @@ ALL = (
         "checkpoint/async_writer.py",
         "            accelerator.synchronize(device)\n",
         "            pass\n",
-        checks.resume,
-        ("--backend ddp", FOLDER, LATE_DEFAULT),
+        stream_checks.copy_to_host_is_whole,
+        (),
+        1,
     ),
     Fault(
         "the generator's state is not saved",
@@ -255,13 +249,6 @@ ALL = (
         "        for work, bucket, wire in self._sent:\n",
         checks.same_bits,
         ("imdb", [f"{checks.TEXTS} --backend ddp --chunks 2"], FOLDER, ["blocking", LATE_SIDE]),
-    ),
-    Fault(
-        "ranks begin before they have the first one's weights",
-        "backends/ddp_collectives.py",
-        "        for work in started:\n            work.wait()\n",
-        "",
-        *bits(f"{checks.TEXTS} --backend ddp --shard full", LATE_SIDE, "imdb"),
     ),
     Fault(
         "an abort leaves the device waiting",

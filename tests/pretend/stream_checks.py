@@ -112,6 +112,20 @@ def device_itself() -> tuple[int, None]:
     return rank(), None
 
 
+def copy_to_host_is_whole() -> tuple[int, None]:
+    """What a checkpoint is made of has been computed and copied before it is written."""
+    device.install("late default stream")
+    import torch
+
+    from hvd_trainer.checkpoint.async_writer import copy_to_host
+
+    values = torch.ones(1000, device=device.NAME)
+    for _ in range(20):
+        values = values * 1
+    assert copy_to_host({"values": values})["values"].tolist() == [1.0] * 1000
+    return 0, None
+
+
 def copies_overlap() -> tuple[int, None]:
     """The next batch is copied while the default stream still computes, and the host waits for neither."""
     device.install()

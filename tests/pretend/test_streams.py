@@ -27,6 +27,7 @@ def _library() -> None:
     [
         case(stream_checks.device_itself, 1, ()),
         case(stream_checks.copies_overlap, 1, ()),
+        case(stream_checks.copy_to_host_is_whole, 1, ()),
         case(stream_checks.hvd_in_any_order, 2, ("late side streams",)),
         case(stream_checks.hvd_in_any_order, 2, ("late default stream",)),
         case(stream_checks.c10d_in_any_order, 2, ("late side streams",)),

@@ -45,7 +45,7 @@ STYLE: dict[Any, Any] = {
 INNER = ("chunks", "batch_size")
 """The axes of a panel, if they have several values."""
 OUTER = ("stages", RANKS, ENTRIES)
-"""Those that make panels before all others do."""
+"""The axes that make panels before all other axes do."""
 CELL_WIDTH, CELL_HEIGHT, MIN_WIDTH = 0.78, 0.5, 2.1
 """Inches; a panel is at least as wide as its title."""
 MAX_ACROSS = 4

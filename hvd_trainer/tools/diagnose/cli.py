@@ -10,6 +10,7 @@ each part costs.
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ from hvd_trainer.tools.diagnose.actions import Action, find_actions
 from hvd_trainer.tools.diagnose.causes import find_candidates, find_causes
 from hvd_trainer.tools.diagnose.evidence import NO_EXCHANGE, NORMAL
 from hvd_trainer.tools.diagnose.report import Diagnosis, Tried, conclude
+from hvd_trainer.tools.diagnose.speedscope import speedscope
 from hvd_trainer.tools.diagnose.trials import WARMUP_STEPS, Trials, plan_variants
 from hvd_trainer.utils.text import COMMAND, plural
 
@@ -67,7 +69,7 @@ class Options:
     attempt: Annotated[bool, tyro.conf.arg(name="try")] = False
     """run what is advised, too, beside the job as it is; beyond --budget-s"""
     out: Path = Path("runs/diagnose")
-    """folder for diagnosis.html, .md and .json"""
+    """folder for diagnosis.html, .md and .json, and stacks.speedscope.json"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -105,7 +107,9 @@ def main(argv: Sequence[str]) -> int:
                 code = 0
         report = conclude(diagnosis)
         report.show()
-        report.write(folder.parent, "diagnosis")
+        stacks = folder.parent / "stacks.speedscope.json"
+        stacks.write_text(json.dumps(speedscope(diagnosis.evidence.profiles, diagnosis.subject)))
+        report.write(folder.parent, "diagnosis", [stacks])
     return code
 
 

@@ -36,6 +36,7 @@ from hvd_trainer.tools.diagnose.lone import mark_lone
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch, other_cores
 from hvd_trainer.tools.diagnose.profile import RankProfile, read_profiles, role_of, together_s
 from hvd_trainer.tools.diagnose.report import Diagnosis, Tried, conclude
+from hvd_trainer.tools.diagnose.speedscope import speedscope
 from hvd_trainer.tools.diagnose.switches import find_switches
 from hvd_trainer.tools.diagnose.trials import Trials, plan_variants
 
@@ -848,3 +849,17 @@ def test_a_difference_within_the_noise_is_said_to_be() -> None:
     (verdict,) = report_on(evidence).verdicts
     assert verdict.state == "unsure"
     assert verdict.text.startswith("Within the noise, in ms of a step: exchanging gradients (")
+
+
+def test_speedscope_file_has_a_profile_per_rank() -> None:
+    ranks = make_rank(COMPUTE, CALL), make_rank(COMPUTE, reduce_for(50))
+    made = speedscope(ranks, "train.py")
+    assert made["$schema"] == "https://www.speedscope.app/file-format-schema.json"
+    assert [profile["name"] for profile in made["profiles"]] == ["rank 0", "rank 1"]
+    names = [frame["name"] for frame in made["shared"]["frames"]]
+    for profile in made["profiles"]:
+        assert profile["type"] == "sampled"
+        assert len(profile["samples"]) == len(profile["weights"])
+        assert profile["endValue"] == pytest.approx(sum(profile["weights"])) == pytest.approx(STEPS * 0.06)
+        assert max(map(max, profile["samples"])) < len(names)
+    assert [names[number] for number in made["profiles"][0]["samples"][1]][-1] == "Save.on_step_end"
