@@ -69,6 +69,8 @@ class StackCount(Struct):
     """another thread had the GIL"""
     slow_s: float = 0.0
     """in slow steps"""
+    slow_queued_s: float = 0.0
+    """of `slow_s`, ready to run, without a CPU"""
     looks: int = 0
     squares: float = 0.0
     """sum of the squares of its seconds in each step"""

@@ -131,7 +131,7 @@ class StackSampler:
     def _clear(self) -> None:
         """Forget what was counted."""
         self._counts: dict[Stack, StackCount] = {}
-        self._step: dict[Stack, float] = {}
+        self._step: dict[Stack, tuple[float, float]] = {}
         self._blocks, self._folded = 0, len(self._ends)
         self._usage, self._children_s = resource.getrusage(resource.RUSAGE_SELF), _children_s()
         self._machine_s = machine_s()
@@ -218,7 +218,8 @@ class StackSampler:
             gil = min(others_s, max(wall - cpu - queued, 0.0)) if is_late else 0.0
             stack = MAIN, phase, _places(frames[main.ident])
             self._add(stack, wall, cpu, queued, gil)
-            self._step[stack] = self._step.get(stack, 0.0) + wall
+            spent, waited = self._step.get(stack, (0.0, 0.0))
+            self._step[stack] = spent + wall, waited + queued
             del frames
             self._switches.look()
             if not self._skipped and len(self._ends) > WARMUP_STEPS:
@@ -251,9 +252,12 @@ class StackSampler:
         is_slow = max(new) > slow_from(durations)
         self._folded = len(self._ends)
         self._blocks += 1
-        for stack, seconds in self._step.items():
-            self._counts[stack].squares += seconds**2
-            self._counts[stack].slow_s += seconds if is_slow else 0.0
+        for stack, (wall, queued) in self._step.items():
+            count = self._counts[stack]
+            count.squares += wall**2
+            if is_slow:
+                count.slow_s += wall
+                count.slow_queued_s += queued
         self._step = {}
 
     def _write(self) -> None:

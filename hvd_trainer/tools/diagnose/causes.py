@@ -274,7 +274,8 @@ def _of_queue(evidence: Evidence, throttled_s: float) -> Iterator[Cause]:
         queued = sum(its.queued for role, its in table.items() if role not in WAITING)
         # While a main thread waits for an exchange, the threads that carry it out may be in the queue.
         carriers = profile.queued_s / profile.steps - sum(its.queued for its in table.values())
-        waits.append(queued + min(exchange_s, max(0.0, carriers)))
+        carriers -= profile.slow_queued_s
+        waits.append(queued + profile.slow_queued_s + min(exchange_s, max(0.0, carriers)))
     rank = argmax(waits)
     seconds = max(0.0, min(waits[rank], evidence.step_s) - throttled_s)
     text = f"the threads of rank {rank} are in the queue for a CPU for {ms(seconds)} of {ms(evidence.step_s)} ms"
@@ -317,7 +318,7 @@ def _of_hiccups(evidence: Evidence) -> Iterator[Cause]:
     line, period = hottest_line(own, profile, slow=True), _period(profile)
     if period is None and not any(user_frames(stack) for stack in own if stack.role == role):
         return  # the machine's own, such as other programs' time slices
-    size_s = mean(profile.durations[n] for n in profile.slow) - profile.typical_s
+    size_s = profile.hiccups_s * profile.steps / len(profile.slow)
     often = f"every {period:.0f} steps" if period else "now and then"
     when = often if period else f"{plural(len(profile.slow), 'time')} in {plural(profile.steps, 'step')}"
     text = (

@@ -194,8 +194,18 @@ class RankProfile:
 
     @property
     def hiccups_s(self) -> float:
-        """Seconds of a step, in the mean, by which slow steps are longer than typical ones."""
-        return sum(self.durations[number] - self.typical_s for number in self.slow) / self.steps
+        """Seconds of a step, in the mean, by which slow steps are longer than typical ones, without the queue."""
+        longer_s = sum(self.durations[number] - self.typical_s for number in self.slow) / self.steps
+        return max(0.0, longer_s - self.slow_queued_s)
+
+    @property
+    def slow_queued_s(self) -> float:
+        """Seconds of a step, in the mean, for which slow steps wait for a CPU longer than typical ones."""
+        if not self.slow:
+            return 0.0
+        slow_s = sum(stack.raw.slow_queued_s for stack in self.main())
+        typical_s = (sum(stack.raw.queued_s for stack in self.main()) - slow_s) / (self.steps - len(self.slow))
+        return max(0.0, slow_s - typical_s * len(self.slow)) / self.steps
 
     def main(self) -> Iterator[Stack]:
         """Yield the stacks of the main thread within steps."""
@@ -224,10 +234,9 @@ class RankProfile:
         raw, steps = stack.raw, max(1, self.steps - len(self.slow))
         kept = max(0.0, 1 - self.slow_s(stack) / raw.wall_s) if raw.wall_s else 1.0
         variance = max(raw.squares - raw.wall_s**2 / self.blocks, 0.0) * (kept / steps) ** 2
-        wall, cpu, queued, gil = (
-            kept * value / steps for value in (raw.wall_s, raw.cpu_s, raw.queued_s, raw.gil_s)
-        )
-        return Seconds(wall, cpu, queued, gil, variance)
+        wall, cpu, gil = (kept * value / steps for value in (raw.wall_s, raw.cpu_s, raw.gil_s))
+        queued = raw.queued_s - (raw.slow_queued_s if self.slow else 0.0)
+        return Seconds(wall, cpu, queued / steps, gil, variance)
 
 
 def read_stacks(record: Record) -> Iterator[Stack]:

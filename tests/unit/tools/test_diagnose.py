@@ -105,6 +105,7 @@ def make_rank(
             part.phase,
             [frames.index(frame) for frame in part.frames],
             *(STEPS * part.ms / 1000 * fraction for fraction in (1, part.cpu, part.queued, part.gil, part.slow)),
+            STEPS * part.ms / 1000 * part.queued * part.slow,
             round(STEPS * part.ms / 5),
             STEPS * (part.ms / 1000) ** 2,
         )
@@ -357,6 +358,12 @@ CASES = {
         (make_rank(COMPUTE, CALL._replace(slow=1.0), durations_ms=(*[10] * 9, 510)),),
         *("hiccups", 50, f"{AT_CALLBACK}: it takes 500 ms every 10 steps"),
         *("every 10 steps a step takes 500.0 ms longer (typical: 10.0 ms)", 0),
+    ),
+    # Other programs made some steps slow: they were "slow steps now and then", blamed on the line that had no CPU.
+    "slow steps whose threads have no CPU": Case(
+        (make_rank(COMPUTE, CALL._replace(slow=1.0, queued=0.9), durations_ms=(*[10] * 9, 510)),),
+        *("programs", 45, "end the other programs"),
+        known={"machine": MachineUse(other_cores=2.0)},
     ),
     "a machine that swaps": Case(
         (SWAPS,), "swap", 30, "the machine swaps", known={"machine": MachineUse(swapped_pages=100_000)}
