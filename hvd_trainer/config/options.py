@@ -19,7 +19,12 @@ Decay = Literal["none", "linear", "cosine"]
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How the engine exchanges gradients. One name for one thing on both engines."""
+    """How the engine exchanges gradients. One name for one thing on both engines.
+
+    Horovod's own settings are its environment variables, such as HOROVOD_CYCLE_TIME, HOROVOD_CACHE_CAPACITY and
+    HOROVOD_AUTOTUNE; those of DistributedDataParallel a program passes on: `Trainer(options,
+    ddp_kwargs={"static_graph": True})`.
+    """
 
     backend: Annotated[Literal["horovod", "ddp", "single", "data-parallel"], COMMON] = "horovod"
     """the engine that exchanges gradients: Horovod, native PyTorch DDP, or none in one process; to compare with,
@@ -27,7 +32,7 @@ class EngineOptions:
     device: Annotated[Literal["auto", "cpu", "cuda", "xpu"], COMMON] = "auto"
     """where to train: cuda is NVIDIA's and AMD's GPUs, xpu Intel's; auto takes a GPU per rank if there are any"""
     timeout_s: Annotated[float, Gt(0)] = 60.0
-    """once it trains, how long a rank may not get on (in seconds) before the job ends with all ranks' stacks"""
+    """once it trains: abort, with the stacks of all ranks, when a rank makes no progress for this many seconds"""
     startup_timeout_s: Annotated[float, Gt(0)] = 300.0
     """the same for the start, saving and callbacks; and how long a single exchange may take"""
     init_method: str | None = None
@@ -41,7 +46,7 @@ class EngineOptions:
     """CPU threads of each rank; None: as OMP_NUM_THREADS says, else its share of the cores (another number adds in
     another order, so that last bits differ)"""
     bucket_mb: Annotated[float, Gt(0)] = 25.0
-    """gradients are exchanged in buckets of this size, in MB, while backward goes on"""
+    """gradients are exchanged in buckets of this size, in MB, while backward runs"""
     sync_batch_norm: bool = False
     """batch norm over the global batch instead of each rank's own"""
     find_unused_parameters: bool = False
@@ -49,24 +54,6 @@ class EngineOptions:
     transport: Literal["auto", "gloo", "nccl", "xccl", "mpi"] = "auto"
     """the library that moves the bytes: auto is nccl on GPUs (Intel's: xccl) and gloo on CPUs; gloo, nccl and xccl
     are ddp only; mpi is horovod only, and quicker than gloo on CPUs (needs mpirun and a Horovod built with MPI)"""
-    static_graph: bool = False
-    """ddp only: promise that every step uses the same parameters in the same order"""
-    bucket_views: bool = True
-    """ddp only: let gradients be parts of the buckets, so that they need not be copied"""
-    powersgd_rank: Annotated[int, Ge(1)] = 1
-    """ddp only: rank of the approximation in powersgd compression"""
-    adasum: bool = False
-    """horovod only: combine gradients by Adasum instead of averaging (needs Horovod built with MPI)"""
-    num_groups: Annotated[int | None, Ge(0)] = None
-    """horovod only: allreduce the gradients in this many groups instead of by bucket_mb"""
-    autotune: bool = False
-    """horovod only: let Horovod tune its own fusion and cycle time while training"""
-    cache_capacity: Annotated[int | None, Ge(0)] = None
-    """horovod only: how many exchanges it remembers, so that the ranks need not agree on each again (its own
-    default: 1024; 0: none)"""
-    cycle_time_ms: Annotated[float | None, Gt(0)] = None
-    """horovod only: let its background thread look for work once in so many ms (default: when there is some, if
-    install-horovod has built it, else every ms)"""
 
 
 @dataclass(frozen=True)
@@ -76,7 +63,7 @@ class TrainOptions:
     epochs: Annotated[int, Ge(1), COMMON] = 3
     """passes over the training set"""
     max_steps: Annotated[int | None, Ge(1), COMMON] = None
-    """end after so many optimizer steps, also inside an epoch; a later run with more goes on from there"""
+    """end after so many optimizer steps, also inside an epoch; a later run with more continues from there"""
     until: Annotated[str | None, ParsedBy(StopCondition.parse)] = None
     """test_accuracy=0.99: end after the epoch in which a figure is as good, a loss as low or another as high"""
     batch_size: Annotated[int, Ge(1), COMMON] = 128
@@ -109,8 +96,6 @@ class TrainOptions:
     """on GPUs: multiply float32 matrices in TF32, faster and with 10 bits of mantissa"""
     channels_last: bool = False
     """keep the weights of convolutions channels last, which GPUs compute faster with bf16, fp16 and TF32"""
-    cudnn_benchmark: bool = False
-    """on GPUs: try cuDNN's ways to compute a convolution, once for each shape, and keep the quickest"""
     seed: Annotated[int, Ge(0), COMMON] = 0
     """seed of weights, data order and dropout"""
     workers: Annotated[int | None, Ge(0)] = None
@@ -138,9 +123,9 @@ class SaveOptions:
     """Checkpoints, in the log folder."""
 
     resume: Annotated[str, COMMON] = "none"
-    """go on from a checkpoint: auto (newest valid one in the log folder), a path, or none"""
+    """resume from a checkpoint: auto (newest valid one in the log folder), a path, or none"""
     resume_partial: tuple[Literal["optimizer", "scheduler", "scaler", "random", "data"], ...] = ()
-    """what may be missing in it or different from it, and then starts anew"""
+    """what may be missing in it or different from it, and is then reset"""
     save_every_epochs: Annotated[int | None, Ge(1)] = 1
     """save after each n-th epoch, and the last"""
     save_every_steps: Annotated[int | None, Ge(1)] = None
@@ -148,10 +133,10 @@ class SaveOptions:
     save_every_s: Annotated[float | None, Gt(0)] = 600.0
     """save when the last save is so many seconds ago"""
     commit_every_steps: Annotated[int, Ge(1)] = 50
-    """under horovodrun's elastic mode: remember the state after each n-th step, for the ranks that go on when
-    others fail"""
+    """under horovodrun's elastic mode: remember the state after each n-th step, for the ranks that
+    continue when others fail"""
     requeue: bool = False
-    """in a Slurm job: when a signal stops it, put it back into the queue, from where it goes on by itself"""
+    """in a Slurm job: when a signal stops it, put it back into the queue, from where it resumes by itself"""
     keep: Annotated[int, Ge(1)] = 2
     """how many of the newest checkpoints stay"""
     keep_best: str | None = "test_loss"
@@ -173,14 +158,12 @@ class ParallelOptions:
     """micro-batches that a batch is cut into, so that all stages or devices work at once (1: one after the other);
     None: as many as there are stages or devices"""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
-    """in which order a stage works on its micro-batches"""
-    parts_per_stage: Annotated[int | None, Ge(1)] = None
-    """parts of the model that each stage has; None: 2 for the interleaved schedule, and 1 for the others"""
+    """in which order a stage works on its micro-batches; with interleaved it has two parts of the model"""
     balance: str = "time"
     """where the model is cut: by the time that its blocks take, which is measured at the start, by their bytes, or
     by hand: the number of blocks in each part, such as 3,2"""
     activation_checkpointing: Literal["none", "blocks"] = "none"
-    """compute the activations inside each block anew in backward instead of keeping them"""
+    """compute the activations inside each block again in backward instead of keeping them"""
     shard: Annotated[Literal["none", "optimizer", "full"], COMMON] = "none"
     """what copies of the model share out among themselves instead of each keeping it: the optimizer's state, or
     (ddp only) parameters and gradients too"""
@@ -208,7 +191,7 @@ class ParallelOptions:
     @property
     def parts_of_each(self) -> int:
         """Return the number of parts of the model that each stage has."""
-        return self.parts_per_stage or (2 if self.schedule == "interleaved" else 1)
+        return 2 if self.schedule == "interleaved" else 1
 
 
 @dataclass(frozen=True)

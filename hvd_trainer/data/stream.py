@@ -64,7 +64,7 @@ class StreamLoader(Loader):
                 f"--reproducible needs a data set with a length and an order, and {self.name} is a stream."
             )
         self._stream = _Stream(data, *self._shard, plan.batch_size)
-        # Workers have copies of the data set, so they are started anew in each epoch to know its number.
+        # Workers have copies of the data set, so they are started again in each epoch to know its number.
         self._loader = torch_loader(self._stream, backend, plan, collate, batch_size=plan.batch_size)
         self.num_workers = self._loader.num_workers
 
@@ -79,8 +79,8 @@ class StreamLoader(Loader):
     def _pass(self, epoch: int, consumed: int) -> Iterator[Batch]:
         """Read the stream once, with random transforms seeded by seed, epoch and shard.
 
-        They also run on skipped samples, so that a resumed pass goes on with the same random numbers; those that a
-        `collate` draws are not drawn again.
+        They also run on skipped samples, so that a resumed pass continues with the same random numbers; those
+        that a `collate` draws are not drawn again.
         """
         self._stream.consumed = consumed
         if epoch != EVALUATION:
@@ -105,10 +105,10 @@ def equal_batches(batches: Iterator[Batch], backend: Backend, empty: str | None)
     """
     for number in itertools.count():
         batch = next(batches, None)
-        mine = 0 if batch is None else samples_in(batch)
-        smallest = int(backend.collectives.all_reduce_numbers([mine], "min")[0])
+        own = 0 if batch is None else samples_in(batch)
+        smallest = int(backend.collectives.all_reduce_numbers([own], "min")[0])
         if smallest == 0 and number == 0 and empty is not None:
             raise DataError(empty)
         if batch is None or smallest == 0:
             return
-        yield batch if smallest == mine else first_samples(batch, smallest)
+        yield batch if smallest == own else first_samples(batch, smallest)

@@ -37,13 +37,13 @@ class Options:
     """nccl: GPU collectives by PyTorch's NCCL; none: CPU only; auto: nccl where there is a GPU for it."""
 
     mpi: bool = False
-    """Add MPI: mpirun as Horovod's own controller, and Adasum."""
+    """Add MPI: mpirun as Horovod's own controller."""
 
     wheel_dir: Path = field(default_factory=default_wheel_dir)
     """Where built wheels and logs are kept."""
 
     force: bool = False
-    """Build and install anew, even if a usable one is there."""
+    """Build and install again, even if a usable one is there."""
 
     jobs: int | None = None
     """Compilers at once (default: by cores and memory)."""

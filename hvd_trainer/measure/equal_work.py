@@ -32,7 +32,6 @@ ASPECTS = (
     Aspect("precision", "precision"),
     Aspect("tf32", "TF32"),
     Aspect("channels_last", "channels last"),
-    Aspect("cudnn_benchmark", "cuDNN's benchmark"),
     Aspect("skipped_steps", "skipped steps", across=False),
     Aspect("model", "model"),
     Aspect("parameters", "parameters"),
@@ -68,7 +67,7 @@ def refuse_unequal(one: Side, other: Side) -> None:
         raise OptionError(
             f"{one.name} on {one.ranks} and {other.name} on {other.ranks} ranks have not done the same work, so "
             f"that their speeds say nothing about each other:\n{lines}\nMake the job do the same on all "
-            f"of them: a changed job is measured anew"
+            f"of them: a changed job is measured again"
         )
 
 

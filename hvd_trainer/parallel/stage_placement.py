@@ -20,10 +20,10 @@ from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.parallel.block_timing import time_blocks
 from hvd_trainer.parallel.device_pipeline import DevicePipeline
 from hvd_trainer.parallel.grid import make_grid
-from hvd_trainer.parallel.layout import K, Layout, V, drop_other_state
 from hvd_trainer.parallel.microbatch import slice_samples
 from hvd_trainer.parallel.partition import MB, Partition, block_names, make_partitions
 from hvd_trainer.parallel.pipeline import Runner, SingleStage, StagePipeline, StageStep
+from hvd_trainer.parallel.placement import K, ModelPlacement, V, drop_other_state
 from hvd_trainer.parallel.schedule import bubble, check_chunks
 from hvd_trainer.parallel.stage_module import StageModule
 from hvd_trainer.utils import accelerator
@@ -33,7 +33,7 @@ _BLOCK_TIMES_S: WeakKeyDictionary[nn.Module, list[float]] = WeakKeyDictionary()
 """Measured time of each block of a model, in seconds."""
 
 
-class PipelineLayout(Layout):
+class StagePlacement(ModelPlacement):
     """Train a replica in stages on several ranks, or on one rank in micro-batches."""
 
     def __init__(
@@ -83,12 +83,12 @@ class PipelineLayout(Layout):
         before = optimizer.state_dict()
         state = self.gather_state(before["state"])
         synchronize(backend.collectives, model, optimizer, None if state is None else {**before, "state": state})
-        mine = range(self.place.stage, len(self.parts), options.stages)
-        refuse_missing_blocks(model, [self.parts[number] for number in mine])
+        own = range(self.place.stage, len(self.parts), options.stages)
+        refuse_missing_blocks(model, [self.parts[number] for number in own])
         for number, part in enumerate(self.parts):
-            if number not in mine:
+            if number not in own:
                 drop_tensors(model, part, optimizer)
-        self._mine = {number: self._blocks(model, number) for number in mine}
+        self._mine = {number: self._blocks(model, number) for number in own}
         drop_other_state(optimizer, self.owns)
         load_in_place(optimizer, optimizer.state_dict())  # moves it to the parameters' devices
         stage = nn.ModuleList(self._mine.values())
@@ -206,11 +206,11 @@ class PipelineLayout(Layout):
         self._group = self._pipeline = None
 
 
-def make_layout(
+def make_placement(
     backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
-) -> Layout:
-    """Return how this job's ranks share model and data; arguments and errors as of `Layout`."""
-    return (PipelineLayout if options.is_staged else Layout)(backend, options, train, exchange=exchange)
+) -> ModelPlacement:
+    """Return how this job's ranks share model and data; arguments and errors as of `ModelPlacement`."""
+    return (StagePlacement if options.is_staged else ModelPlacement)(backend, options, train, exchange=exchange)
 
 
 def refuse_stages_on_gloo(backend: Backend, stages: int) -> None:
@@ -270,8 +270,7 @@ def refuse_missing_blocks(model: nn.Module, parts: Sequence[Partition]) -> None:
     if any(p.is_meta for part in parts for number in part.blocks for p in blocks[number].parameters()):
         raise OptionError(
             "An earlier training of this process has cut this model elsewhere, and this rank no longer has all of "
-            "its part: train with the same --stages, --balance and --parts-per-stage, or build model and "
-            "optimizer anew"
+            "its part: train with the same --stages, --balance and --schedule, or build model and optimizer again"
         )
 
 

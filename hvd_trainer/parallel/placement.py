@@ -1,7 +1,7 @@
 """Which part of the model and which shard of the data a rank has; only this layer knows.
 
-Layout            each rank has all blocks, and its own shard of the data
-PipelineLayout    the ranks of a stage group have a stage of one replica each, and the same shard of the data
+ModelPlacement    each rank has all blocks, and its own shard of the data
+StagePlacement    the ranks of a stage group have a stage of one replica each, and the same shard of the data
 
 With either, a replica group may shard the optimizer's state (`sharded_optimizer.py`), or parameters and gradients,
 too (`fsdp.py`).
@@ -37,7 +37,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Layout:
+class ModelPlacement:
     """The distribution of one training over ranks and devices: here a whole replica on each rank.
 
     Args:
@@ -133,8 +133,8 @@ class Layout:
 
     def local_optimizer_state(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return what this rank needs of an optimizer's state, by the parameters' numbers. A collective."""
-        mine = {number for number, parameter in enumerate(parameters_of(optimizer)) if self.owns(parameter)}
-        kept = {number: its for number, its in state.items() if number in mine}
+        owned = {number for number, parameter in enumerate(parameters_of(optimizer)) if self.owns(parameter)}
+        kept = {number: values for number, values in state.items() if number in owned}
         return kept if self._fsdp is None else self._fsdp.shard_optimizer_state(optimizer, kept)
 
     def local_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Layout:
             return TrainStep(parts)
         from hvd_trainer.parallel.fsdp import FSDPStep
 
-        return FSDPStep(replace(parts, bare=parts.model))
+        return FSDPStep(replace(parts, eval_model=parts.train_model))
 
     def gather_state(self, owned: Mapping[K, V]) -> dict[K, V] | None:
         """Return what the stages of the first replica have together, on rank 0; else None. A collective."""
@@ -179,7 +179,7 @@ class Layout:
         """Return what the ranks of a group have together, on rank 0 of all; else None."""
         with self._backend.activity.waiting():
             everyone = gather_object(dict(owned), group)
-        return None if everyone is None else {key: value for its in everyone for key, value in its.items()}
+        return None if everyone is None else {key: value for part in everyone for key, value in part.items()}
 
     @property
     def busy_s(self) -> float | None:
@@ -207,6 +207,6 @@ class Layout:
 
 def drop_other_state(optimizer: Optimizer, owns: Callable[[Tensor], bool]) -> None:
     """Drop the optimizer's state of parameters that other ranks update."""
-    mine = {id(p) for p in parameters_of(optimizer) if owns(p)}
-    for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in mine]:
+    owned = {id(p) for p in parameters_of(optimizer) if owns(p)}
+    for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in owned]:
         del optimizer.state[parameter]
