@@ -124,8 +124,8 @@ def _compare(
             apart = _distance(left, right, kind, name)
             if 0 < limit >= apart.relative:
                 continue
-            sides, values = _sides(one, other, rank, other_rank), (apart.left, apart.right)
-            first = first or Finding(when, kind, sides, values, name, apart.relative)
+            sides = _sides(one, other, rank, other_rank)
+            first = first or Finding(when, kind, sides, (apart.left, apart.right), name, apart.relative)
         differing.add(name)
     if first is not None:
         total, run = len({name for name, _, _ in pairs}), one.name if one is other else ""
@@ -187,11 +187,3 @@ def kind_of(place: str) -> str:
     """
     kind, _, rest = place.partition("/")
     return f"{kind}/{rest.rpartition('/')[2]}" if kind == "optimizer" else kind
-
-
-def relative_difference(left: float, right: float) -> float:
-    """Return the relative difference of two numbers; infinite if one is, or is NaN, and the other is not."""
-    if left == right or (math.isnan(left) and math.isnan(right)):
-        return 0.0
-    size = max(abs(left), abs(right))
-    return abs(left - right) / size if math.isfinite(size) else math.inf
