@@ -221,7 +221,8 @@ def _difference(one: Any, other: Any) -> float:
     differs.
     """
     if isinstance(one, float) and isinstance(other, float):
-        return distance_between(*(torch.tensor([side], dtype=torch.float64) for side in (one, other))).relative
+        left, right = (torch.tensor([side], dtype=torch.float64) for side in (one, other))
+        return distance_between(left, right).relative
     return 0.0 if one == other else float("inf")
 
 
