@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import torch
+
 from hvd_trainer.config.checks import flag
 from hvd_trainer.measure.equal_work import ASPECTS
 from hvd_trainer.tools.parity.tensors import (
@@ -23,8 +25,8 @@ from hvd_trainer.tools.parity.tensors import (
     Finding,
     among_ranks,
     between_runs,
+    distance_between,
     largest_difference,
-    relative_difference,
 )
 from hvd_trainer.tools.parity.tolerance import Tolerance, expected_tolerance
 from hvd_trainer.tools.parity.traces import Moment, Trace
@@ -91,10 +93,6 @@ class Pair:
     def finding(self, quantity: str) -> Finding | None:
         """Return the first finding about a quantity; of all, where it is called `first`."""
         return next((one for one in self.findings if quantity in (one.quantity, "first")), None)
-
-    def differs_among_ranks(self, quantity: str) -> bool:
-        finding = self.finding(quantity)
-        return finding is not None and bool(finding.run)
 
 
 def _find_differences(one: Trace, other: Trace, allowed: Tolerance) -> list[Finding]:
@@ -223,7 +221,8 @@ def _difference(one: Any, other: Any) -> float:
     differs.
     """
     if isinstance(one, float) and isinstance(other, float):
-        return relative_difference(one, other)
+        left, right = (torch.tensor([side], dtype=torch.float64) for side in (one, other))
+        return distance_between(left, right).relative
     return 0.0 if one == other else float("inf")
 
 

@@ -108,25 +108,22 @@ def _is_near(ratio: float, number: float) -> bool:
     return number > 1 and abs(ratio / number - 1) < MAX_RATIO_ERROR
 
 
-def layers_by_rank(pair: Pair, finding: Finding) -> Fit:
-    kinds = {
-        "dropout ({}) draws other numbers on each rank": "dropout",
-        "batch norm ({}) normalises the batch of each rank by itself": "batch_norm",
-    }
-    texts = [text.format(names) for text, kind in kinds.items() if (names := _first_few(pair.one, kind))]
-    if pair.one.size == pair.other.size or not texts:
-        return None
-    virtual = 2 ** math.ceil(math.log2(max(pair.one.size, pair.other.size)))
-    return {"layers": " and ".join(texts), "virtual": virtual}
-
-
 def other_forward(pair: Pair, finding: Finding) -> Fit:
     before = {"samples", "skipped", "learning rate"} & {apart.quantity for apart in pair.findings}
-    if before or pair.differs_among_ranks("parameters") or rounding(pair, finding) is not None:
+    weights, unequal = pair.finding("parameters"), pair.one.size != pair.other.size
+    if before or (weights is not None and weights.run) or rounding(pair, finding) is not None:
         return None
-    names = _first_few(pair.one, "dropout")
-    text = f"dropout ({names}) after one side has drawn random numbers more than the other; "
-    return {"draws": text if names else ""}
+    texts = {"dropout": "dropout ({}) after one side has drawn random numbers more than the other; "}
+    if unequal:
+        texts = {
+            "dropout": "dropout ({}) draws other numbers on each rank; ",
+            "batch_norm": "batch norm ({}) normalises the batch of each rank by itself; ",
+        }
+    return {
+        "layers": "".join(
+            text.format(names) for kind, text in texts.items() if (names := _first_few(pair.one, kind))
+        )
+    }
 
 
 def _first_few(trace: Trace, kind: str) -> str:

@@ -98,7 +98,7 @@ def details(pair: Pair) -> Iterator[str]:
     first, *others = pair.findings
     yield f"First: {describe(first)}."
     if others:
-        yield f"Also different: {', '.join(dict.fromkeys(map(_summarize, others)))}."
+        yield f"Also different: {', '.join(dict.fromkeys(map(_subject, others)))}."
     if not pair.allowed.exact:
         yield f"Allowed: {pair.allowed}."
     causes = find_causes(pair)
@@ -120,12 +120,7 @@ def _suspect(trace: Trace) -> Iterator[str]:
 
 def describe(finding: Finding) -> str:
     """Describe a finding with its values: `the learning rate: 0.2 on horovod, 0.1 on ddp`."""
-    quantity, name, relative = finding.quantity, finding.name, finding.relative
-    text = QUANTITY_NAMES.get(quantity, f"the {quantity}")
-    if finding.run:
-        text += f", which the ranks of {finding.run} should have in common"
-    if finding.total > 1:
-        text += f" ({finding.count:,} of {finding.total:,} differ)"
+    quantity, name, relative, text = finding.quantity, finding.name, finding.relative, _subject(finding)
     sides = list(zip(map(_format_value, finding.values), finding.sides, strict=True))
     if quantity == "samples":
         return f"{text}: " + "; ".join(f"{side} takes {value}" for value, side in sides)
@@ -140,10 +135,10 @@ def describe(finding: Finding) -> str:
     return text + (f", a relative difference of {relative:.1e}" if is_relative else "")
 
 
-def _summarize(finding: Finding) -> str:
-    """Describe a finding in a few words: `the gradients (8 of 8)`."""
+def _subject(finding: Finding) -> str:
+    """Name what differs: `the gradients among the ranks of horovod (8 of 8 differ)`."""
     among = f" among the ranks of {finding.run}" if finding.run else ""
-    count = f" ({finding.count:,} of {finding.total:,})" if finding.total > 1 else ""
+    count = f" ({finding.count:,} of {finding.total:,} differ)" if finding.total > 1 else ""
     return QUANTITY_NAMES.get(finding.quantity, f"the {finding.quantity}") + among + count
 
 

@@ -111,25 +111,21 @@ def _compare(
     one: Trace, other: Trace, when: Moment, kind: str, pairs: Sequence[TensorPair], limit: float
 ) -> Iterator[Finding]:
     """Yield a finding about the first tensor that differs by more than the limit, and the number of them."""
-    first: Finding | None = None
-    differing, seen = set(), set()
+    findings, seen = dict[str, Finding](), set[tuple[str, str | None, str | None]]()
     for name, rank, other_rank in pairs:
         left, right = one.ranks[rank][when], other.ranks[other_rank][when]
-        sums = left.checksums(kind).get(name), right.checksums(kind).get(name)
+        contents = name, left.checksums(kind).get(name), right.checksums(kind).get(name)
         # The same two contents may have been compared on other ranks already.
-        if sums[0] == sums[1] or name in differing or (name, sums) in seen:
+        if contents[1] == contents[2] or name in findings or contents in seen:
             continue
-        seen.add((name, sums))
-        if limit > 0 or first is None:
-            apart = _distance(left, right, kind, name)
-            if 0 < limit >= apart.relative:
-                continue
+        seen.add(contents)
+        apart = _distance(left, right, kind, name)
+        if limit == 0 or apart.relative > limit:
             sides, values = _sides(one, other, rank, other_rank), (apart.left, apart.right)
-            first = first or Finding(when, kind, sides, values, name, apart.relative)
-        differing.add(name)
-    if first is not None:
+            findings[name] = Finding(when, kind, sides, values, name, apart.relative)
+    for first in [*findings.values()][:1]:
         total, run = len({name for name, _, _ in pairs}), one.name if one is other else ""
-        yield replace(first, count=len(differing), total=total, run=run)
+        yield replace(first, count=len(findings), total=total, run=run)
 
 
 def _sides(one: Trace, other: Trace, rank: int, other_rank: int) -> tuple[str, str]:
@@ -187,11 +183,3 @@ def kind_of(place: str) -> str:
     """
     kind, _, rest = place.partition("/")
     return f"{kind}/{rest.rpartition('/')[2]}" if kind == "optimizer" else kind
-
-
-def relative_difference(left: float, right: float) -> float:
-    """Return the relative difference of two numbers; infinite if one is, or is NaN, and the other is not."""
-    if left == right or (math.isnan(left) and math.isnan(right)):
-        return 0.0
-    size = max(abs(left), abs(right))
-    return abs(left - right) / size if math.isfinite(size) else math.inf

@@ -60,20 +60,12 @@ class Options:
     exactly_horovod: bool = False
     """on ddp, too, take the step on gradients of zero that Horovod's broadcast_optimizer_state takes with a new
     optimizer, and let DistributedOptimizer forget the optimizer's state: for Horovod's own numbers"""
-    timeline_filename: str | None = None
-    """as in horovodrun (HOROVOD_TIMELINE): write what is exchanged, and when, to this file"""
     fusion_threshold_mb: Annotated[float | None, Ge(0)] = None
     """as in horovodrun (HOROVOD_FUSION_THRESHOLD): tensors are exchanged together up to this size"""
     cycle_time_ms: Annotated[float | None, Gt(0)] = None
     """as in horovodrun (HOROVOD_CYCLE_TIME)"""
     cache_capacity: Annotated[int | None, Ge(0)] = None
     """as in horovodrun (HOROVOD_CACHE_CAPACITY)"""
-    stall_check_warning_time_seconds: Annotated[int | None, Ge(1)] = None
-    """as in horovodrun (HOROVOD_STALL_CHECK_TIME_SECONDS)"""
-    stall_check_shutdown_time_seconds: Annotated[int | None, Ge(1)] = None
-    """as in horovodrun (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"""
-    log_level: Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"] | None = None
-    """as in horovodrun (HOROVOD_LOG_LEVEL)"""
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that stand for these options, most of them as horovodrun sets them."""
@@ -81,13 +73,9 @@ class Options:
         values = {
             "OMP_NUM_THREADS": self.threads,
             "HVD_TRAINER_EXACTLY_HOROVOD": 1 if self.exactly_horovod else None,
-            "HOROVOD_TIMELINE": self.timeline_filename,
             "HOROVOD_FUSION_THRESHOLD": fusion,
             "HOROVOD_CYCLE_TIME": self.cycle_time_ms,
             "HOROVOD_CACHE_CAPACITY": self.cache_capacity,
-            "HOROVOD_STALL_CHECK_TIME_SECONDS": self.stall_check_warning_time_seconds,
-            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": self.stall_check_shutdown_time_seconds,
-            "HOROVOD_LOG_LEVEL": self.log_level,
         }
         return {name: str(value) for name, value in values.items() if value is not None}
 

@@ -103,18 +103,31 @@ def _single(after: dict[str, Callable[[ModuleType], None]]) -> dict[str, str]:
     return single
 
 
-def _hand_over_to_trainer(module: ModuleType, session: ScriptSession | None, hooks: ImportHooks) -> None:
-    """Let a `Trainer` have its own session, and the engines as they are."""
-    original = module.Trainer.__init__
+def _wrap(name: str, wrapper: Callable[..., Any], *holders: Any) -> None:
+    """Put `wrapper`, whose first argument is the original, in the place of a function of the first holder; so on
+    the others, which may have been imported before.
+    """
+    original = getattr(holders[0], name)
 
     @functools.wraps(original)
-    def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    for holder in holders:
+        if hasattr(holder, name):
+            setattr(holder, name, call)
+
+
+def _hand_over_to_trainer(module: ModuleType, session: ScriptSession | None, hooks: ImportHooks) -> None:
+    """Let a `Trainer` have its own session, and the engines as they are."""
+
+    def init(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if session is not None:
             session.hand_over()
         hooks.uninstall()
-        original(trainer, *args, **kwargs)
+        original(*args, **kwargs)
 
-    module.Trainer.__init__ = init
+    _wrap("__init__", init, module.Trainer)
 
 
 def _start_by_own_run(runner: ModuleType) -> None:
@@ -136,10 +149,8 @@ def warn_if_alone(session: ScriptSession) -> None:
 
 def _wrap_spawn(module: ModuleType, session: ScriptSession) -> None:
     """Refuse a script that starts its ranks itself, before it has started an engine, in each of several ranks."""
-    original = module.start_processes
 
-    @functools.wraps(original)
-    def start_processes(*args: Any, **kwargs: Any) -> Any:
+    def start_processes(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         world = detect(os.environ)
         if world.size > 1 and session.is_in_charge and not session.has_started:
             raise LaunchError(
@@ -148,9 +159,7 @@ def _wrap_spawn(module: ModuleType, session: ScriptSession) -> None:
             )
         return original(*args, **kwargs)
 
-    for holder in (module, sys.modules["torch.multiprocessing"]):
-        if hasattr(holder, "start_processes"):
-            setattr(holder, "start_processes", start_processes)  # noqa: B010  mypy knows no such attribute
+    _wrap("start_processes", start_processes, module, sys.modules["torch.multiprocessing"])
 
 
 def _count_steps(module: ModuleType, session: ScriptSession) -> None:
@@ -162,31 +171,23 @@ def _count_steps(module: ModuleType, session: ScriptSession) -> None:
 
 
 def _set_buckets(module: ModuleType, bucket_mb: float) -> None:
-    kind = module.DistributedDataParallel
-    original = kind.__init__
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def init(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs)
+    def init(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(original).bind(*args, **kwargs)
         given.arguments["bucket_cap_mb"] = bucket_mb
         original(*given.args, **given.kwargs)
 
-    kind.__init__ = init
+    _wrap("__init__", init, module.DistributedDataParallel)
 
 
 def _mark_waits(module: ModuleType, session: ScriptSession) -> None:
     """Let the session know when Horovod waits for other ranks, and the script's stream wait for the result."""
     from hvd_trainer.backends.horovod_waiter import follow
 
-    original = module.synchronize
-
-    @functools.wraps(original)
-    def synchronize(handle: Any) -> Any:
+    def synchronize(original: Callable[[Any], Any], handle: Any) -> Any:
         with session.waiting():
             return follow(original(handle))
 
-    setattr(module, "synchronize", synchronize)  # noqa: B010  mypy knows no such attribute
+    _wrap("synchronize", synchronize, module)
 
 
 def _number_ranks(module: ModuleType) -> None:
@@ -194,13 +195,11 @@ def _number_ranks(module: ModuleType) -> None:
 
     Its variables stand before those of its own environment in the command of a rank, and so lose.
     """
-    original = module._slot_info_to_command_fn
 
-    @functools.wraps(original)
-    def slot_info_to_command_fn(run_command: str, env: Mapping[str, str]) -> Any:
+    def to_command(original: Callable[..., Any], run_command: str, env: Mapping[str, str]) -> Any:
         return original(run_command, without_ranks(env))
 
-    setattr(module, original.__name__, slot_info_to_command_fn)
+    _wrap("_slot_info_to_command_fn", to_command, module)
 
 
 def _hook_inner_step(module: ModuleType) -> None:
@@ -214,18 +213,15 @@ def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) 
 
     On Horovod the script's groups keep the backend's name that it asked for: scripts choose their way by it.
     """
-    original, original_group = module.init_process_group, module.new_group
-    signature, group_signature = inspect.signature(original), inspect.signature(original_group)
     starts = itertools.count()
     asked = HOROVOD
 
-    @functools.wraps(original)
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
+    def init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         nonlocal asked
         if session is not None and session.has_trainer:
             original(*args, **kwargs)
             return
-        given = signature.bind(*args, **kwargs).arguments
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
         backend = str(given.get("backend") or module.Backend.UNDEFINED)
         if engine == "horovod":
             importlib.import_module("hvd_trainer.c10d")
@@ -246,12 +242,11 @@ def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) 
             session.attach_groups(importlib.import_module("hvd_trainer.c10d.context").contexts.close)
         name_backend(module.group.WORLD)
 
-    @functools.wraps(original_group)
-    def new_group(*args: Any, **kwargs: Any) -> Any:
-        given = group_signature.bind(*args, **kwargs).arguments
+    def new_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
         if asked == HOROVOD or given.get("backend") not in (None, asked):
-            return original_group(**given)
-        group = original_group(**given | {"backend": HOROVOD})
+            return original(**given)
+        group = original(**given | {"backend": HOROVOD})
         name_backend(group)
         return group
 
@@ -261,11 +256,8 @@ def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) 
             module._world.pg_map[group] = asked, module._world.pg_map[group][1]
             module._world.pg_backend_config[group] = str(module.BackendConfig(asked))
 
-    package = sys.modules["torch.distributed"]
-    for holder in (module, package):  # the package has the functions only if it was imported before
-        for function in (init_process_group, new_group):
-            if hasattr(holder, function.__name__):
-                setattr(holder, function.__name__, function)
+    for wrapper in (init_process_group, new_group):
+        _wrap(wrapper.__name__, wrapper, module, sys.modules["torch.distributed"])
 
 
 def _uses_nccl(backend: str, device: Any) -> bool:
@@ -283,10 +275,8 @@ def _wrap_horovod(module: ModuleType, session: ScriptSession | None) -> None:
 
     In a process that a script's own launcher has started, Horovod looks for its rank itself: see that it is right.
     """
-    original = module.HorovodBasics.init
 
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         by_trainer = session is not None and session.has_trainer
         if self.is_initialized() or STARTED_BY_TORCH.get() or by_trainer:
             result = original(self, *args, **kwargs)
@@ -314,4 +304,4 @@ def _wrap_horovod(module: ModuleType, session: ScriptSession | None) -> None:
         session.attach_horovod(self.shutdown)
         return result
 
-    module.HorovodBasics.init = init
+    _wrap("init", init, module.HorovodBasics)
