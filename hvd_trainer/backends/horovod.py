@@ -179,12 +179,12 @@ class HorovodBackend(Backend):
             if self._hvd.is_initialized():
                 self._hvd.shutdown()
 
-    def _stop(self, failed: bool) -> None:
-        if not failed and self._hvd.is_initialized():
+    def stop(self, wait: bool) -> None:
+        if wait and self._hvd.is_initialized():
             self.collectives.barrier()
         self._shut_down()
         self._disconnect()
-        process_group.stop(at_once=failed and self.uses_nccl)
+        process_group.stop(at_once=not wait and self.uses_nccl)
 
     # Training.
 

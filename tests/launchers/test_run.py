@@ -560,7 +560,7 @@ import torch
 import torch.distributed as dist
 
 # Not by a statement, by which the script would be taken for a job on the Trainer.
-importlib.import_module("hvd_trainer.backends.script_session").REPORT_AFTER_S = 3.0
+importlib.import_module("hvd_trainer.faults.script_watch").REPORT_AFTER_S = 3.0
 dist.init_process_group("gloo")
 if dist.get_rank() == 1:
     time.sleep(9)

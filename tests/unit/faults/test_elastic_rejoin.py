@@ -135,5 +135,6 @@ def test_rejoin_retries_failed_rendezvous(lone_backend: Backend, monkeypatch: py
             raise trouble.pop()
 
     monkeypatch.setattr(lone_backend, "_start", start)
-    assert lone_backend.rejoin(RescaleError())
+    assert lone_backend.session.leave(RescaleError())
+    lone_backend.session.join_next_world(lone_backend)
     assert driver.past_worlds == 3
