@@ -274,7 +274,7 @@ class Session:
         self.monitor = monitor
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             # When one rank fails, launchers end the others by it, sometimes before the one has said why.
-            listening = preemption.listen_for_signals(self._exit_on_signal, signals=(signal.SIGTERM,))
+            listening = preemption.listen_for_signals(self._exit_on_signal, self.activity, (signal.SIGTERM,))
             self._signals = self._cleanup.enter_context(listening)
 
     def _exit_on_signal(self, number: int) -> None:

@@ -83,7 +83,7 @@ class ScriptWatch:
     def count_step(self) -> None:
         """Count a completed optimizer step."""
         if self._activity is not None:
-            self._activity.step += 1
+            self._activity.finish_step(self._activity.step + 1)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Mark the block as waiting for other ranks."""

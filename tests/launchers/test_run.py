@@ -441,7 +441,7 @@ FAULTS = [
     # The other rank waits in a barrier, in C++, and is not the one to blame.
     case("script", "ddp", "hang", (1,), r"has not got on for \d+ s", ASLEEP),
     # It was left to the parent, as for `hvd_trainer.run`, and the command's parent prints nothing.
-    case("horovod_script", "ddp", "die", (1, 137), "ended without a word, as by kill -9", ""),
+    case("horovod_script", "ddp", "die", (1, 137), "step 3, step: ended without a word, as by kill -9", ""),
     case("horovod_script", "ddp", "raise", (1,), "", PLANTED),
     case("horovod_script", "ddp", "hang", (1,), "step 3,", ASLEEP),
     case("horovod_script", "horovod", "raise", (1,), "", PLANTED, when="long"),
