@@ -27,7 +27,7 @@ from hvd_trainer.backends.horovod_start import (
     WAKE_ON_ENQUEUE,
     import_horovod,
     patch_set,
-    rank_variables,
+    serve_horovod,
 )
 from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION
 from hvd_trainer.backends.unused_parameters import check_unused, unused_everywhere
@@ -139,9 +139,8 @@ class HorovodBackend(Backend):
         if self.world.size == 1 and session.driver is None:
             return variables | {"HOROVOD_ELASTIC": "0"} | self._tuning()
         # In elastic mode the last rank of many still has their numbers in its environment.
-        variables |= rank_variables(self.world, session.peers, session.store, session.address)
-        if "HOROVOD_GLOO_IFACE" in session.environ and self.options.network_interface is None:
-            variables.pop("HOROVOD_GLOO_IFACE", None)  # the user has chosen one
+        interface = self.options.network_interface or session.environ.get("HOROVOD_GLOO_IFACE")
+        variables |= serve_horovod(self.world, session.peers, session.store, session.address, interface)
         return variables | self._tuning()
 
     def _tuning(self) -> dict[str, str]:

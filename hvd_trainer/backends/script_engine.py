@@ -7,8 +7,6 @@ import os
 import traceback
 from collections.abc import Callable
 
-import torch.distributed as dist
-
 from hvd_trainer.backends.engine import Engine
 from hvd_trainer.backends.session import Session
 from hvd_trainer.config.options import EngineOptions
@@ -124,23 +122,6 @@ class ScriptEngine(Engine):
                 session.activity.phase = EXCHANGE
             session.ending = "" if error is None else _describe(error)
             session.end(failure)
-
-    def check(self, rank: int, size: int) -> None:
-        """Check what the script itself says of this rank.
-
-        Raises:
-            LaunchError: it contradicts the launcher.
-        """
-        world = self.meet().world
-        if (rank, size) not in ((-1, -1), (world.rank, world.size), (-1, world.size), (world.rank, -1)):
-            raise LaunchError(
-                f"The script starts torch.distributed as rank {rank} of {size}, but {world.launcher} has started "
-                f"{world}. Leave rank and world_size out of init_process_group, or start as many ranks as it wants"
-            )
-
-    def prefix_store(self, name: str) -> dist.Store:
-        """Return the ranks' store under a prefix."""
-        return dist.PrefixStore(name, self.meet().store)
 
 
 def _describe(leaving: BaseException) -> str:

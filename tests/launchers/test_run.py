@@ -257,6 +257,24 @@ SMALL_SCRIPTS = [
         "time.sleep(1000)",
         *(("--np", 2), 0, "it leaves"),
     ),
+    # DDP imports it: after the group's start it would keep that, and some ranks would abort at their end.
+    pytest.param(
+        "import sys, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 0: print('imported before:', 'torch.distributed.nn.functional' in sys.modules)",
+        *(("--np", 2), 0, "imported before: True"),
+    ),
+    # Horovod was given the one that the ranks had met by, whatever the user had chosen.
+    pytest.param(
+        "import os\nos.environ['HOROVOD_GLOO_IFACE'] = 'chosen'\nimport horovod.torch as hvd\n"
+        "library = hvd.mpi_ops._basics.MPI_LIB_CTYPES\nstart = library.horovod_init\n"
+        "def init(*args):\n"
+        "    if os.environ['HOROVOD_RANK'] == '0': print('interface', os.environ['HOROVOD_GLOO_IFACE'])\n"
+        "    os.environ['HOROVOD_GLOO_IFACE'] = 'lo'\n"
+        "    return start(*args)\n"
+        "library.horovod_init = init\nhvd.init()",
+        *(("--np", 2, "--backend", "horovod"), 0, "interface chosen"),
+        marks=requires("horovod"),
+    ),
 ]
 
 

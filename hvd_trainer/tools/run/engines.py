@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch.launchers import without_ranks
-from hvd_trainer.launch.world import detect, is_elastic
+from hvd_trainer.launch.world import World, detect, is_elastic
 from hvd_trainer.utils.import_hooks import ImportHooks
 from hvd_trainer.utils.process import set_variables
 from hvd_trainer.utils.text import COMMAND
@@ -156,7 +156,8 @@ def _wrap_spawn(module: ModuleType, script: ScriptEngine) -> None:
 def _count_steps(module: ModuleType, script: ScriptEngine) -> None:
     def count_step(*_: object) -> None:
         warn_if_alone(script)
-        script.watch.count_step()
+        if script.is_in_charge:
+            script.watch.count_step()
 
     module.register_optimizer_step_post_hook(count_step)
 
@@ -236,11 +237,12 @@ def _wrap_torch(module: ModuleType, engine: str, script: ScriptEngine | None) ->
             importlib.import_module("hvd_trainer.c10d")
             given["backend"], asked = HOROVOD, str(module.Backend(backend))
         if script is not None and script.is_in_charge:
-            world = script.meet(uses_nccl=_uses_nccl(backend, given.get("device_id"))).world
-            script.check(given.get("rank", -1), given.get("world_size", -1))
+            session = script.meet(uses_nccl=_uses_nccl(backend, given.get("device_id")))
+            world = session.world
+            _check_rank(world, given.get("rank", -1), given.get("world_size", -1))
             if given.get("store") is None and given.get("init_method") in (None, "env://"):
                 given.pop("init_method", None)
-                given["store"] = script.prefix_store(f"script/{next(starts)}")
+                given["store"] = module.PrefixStore(f"script/{next(starts)}", session.store)
                 given |= {"rank": world.rank, "world_size": world.size}
         token = STARTED_BY_TORCH.set(engine == "horovod")
         try:
@@ -273,6 +275,15 @@ def _wrap_torch(module: ModuleType, engine: str, script: ScriptEngine | None) ->
                 setattr(holder, function.__name__, function)
 
 
+def _check_rank(world: World, rank: int, size: int) -> None:
+    """Raise LaunchError if what the script says of this rank contradicts the launcher; -1: it says nothing."""
+    if rank not in (-1, world.rank) or size not in (-1, world.size):
+        raise LaunchError(
+            f"The script starts torch.distributed as rank {rank} of {size}, but {world.launcher} has started "
+            f"{world}. Leave rank and world_size out of init_process_group, or start as many ranks as it wants"
+        )
+
+
 def _uses_nccl(backend: str, device: Any) -> bool:
     """Return whether `init_process_group` makes groups of NCCL: without a backend's name, too, for its tensors."""
     if backend != "undefined":
@@ -298,7 +309,7 @@ def _wrap_horovod(module: ModuleType, script: ScriptEngine | None) -> None:
             if script is not None and script.is_in_charge:
                 atexit.unregister(self.shutdown)  # others may still exchange: the session ends it
             return result
-        from hvd_trainer.backends.horovod_start import rank_variables
+        from hvd_trainer.backends.horovod_start import serve_horovod
         from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, completes_asynchronously
         from hvd_trainer.rendezvous.ranks import check_world
 
@@ -307,8 +318,10 @@ def _wrap_horovod(module: ModuleType, script: ScriptEngine | None) -> None:
             check_world(detect(os.environ), "Horovod", self.rank(), self.size())
             return result
         started = script.meet(uses_nccl=bool(self.nccl_built()))
-        several = started.world.size > 1
-        variables = rank_variables(started.world, started.peers, started.store, started.address) if several else {}
+        variables: dict[str, str] = {}
+        if started.world.size > 1:
+            interface = os.environ.get("HOROVOD_GLOO_IFACE")
+            variables = serve_horovod(started.world, started.peers, started.store, started.address, interface)
         if completes_asynchronously(self):
             variables |= {name: value for name, value in ASYNC_COMPLETION.items() if name not in os.environ}
         with set_variables(variables):
