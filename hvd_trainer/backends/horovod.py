@@ -139,7 +139,7 @@ class HorovodBackend(Backend):
         if self.world.size == 1 and session.driver is None:
             return variables | {"HOROVOD_ELASTIC": "0"} | self._tuning()
         # In elastic mode the last rank of many still has their numbers in its environment.
-        interface = self.options.network_interface or session.environ.get("HOROVOD_GLOO_IFACE")
+        interface = None if self.options.network_interface else session.environ.get("HOROVOD_GLOO_IFACE")
         variables |= serve_horovod(self.world, session.peers, session.store, session.address, interface)
         return variables | self._tuning()
 
