@@ -83,16 +83,17 @@ class Runtime(Engine):
         self, session: Session, environ: Mapping[str, str], process_sets: Sequence[Sequence[int]]
     ) -> None:
         self.session = session
-        self.settings = read_settings(environ)
+        self.settings = Settings()
         self.commits: CommitFiles | None = None
         self.set_ranks: dict[int, list[int]] = {}
         self._environ, self._process_sets = environ, process_sets
         self._controllers: dict[int, Controller] = {}
-        self._set_numbers = itertools.count()
         set_log_level(environ)
 
     def start(self) -> None:
         session, environ = self.session, self._environ
+        self.set_ranks.clear()  # of a start among ranks of which one was lost
+        self._set_numbers = itertools.count()
         warning = lone_process_warning(session.world, environ)
         if warning:
             logger.warning("%s", warning)
@@ -101,7 +102,7 @@ class Runtime(Engine):
             logger.warning("Without meaning in Horovod's API on torch.distributed: %s", ", ".join(ignored))
         agent = session.peers[session.world.rank].agent
         self.commits = CommitFiles(agent, session.world.is_first_on_node) if agent else None
-        self.settings = _agree(session.store, session.world, self.settings, self._process_sets)
+        self.settings = _agree(session.store, session.world, read_settings(environ), self._process_sets)
         for ranks in (range(session.world.size), *self._process_sets):
             self._add_set([*ranks])
         logger.info("%s, started by %s, with %s", session.world, session.world.launcher, self.settings)
@@ -132,8 +133,9 @@ class Runtime(Engine):
 
     @property
     def has_ended(self) -> bool:
-        """Whether another rank has shut the job down, or an exchange has failed."""
-        return self.controller(0).ended is not None
+        """Whether a rank has shut the job down, or an exchange has failed."""
+        controller = self._controllers.get(0)
+        return controller is None or controller.ended is not None
 
     @property
     def has_broken(self) -> bool:
@@ -303,7 +305,7 @@ def start(process_sets: Sequence[Sequence[int]]) -> bool:
 
 
 def take_over(at_start: Callable[[Session], None]) -> None:
-    """Leave the end of each job that begins from now on to the caller, by `shutdown` or `fail`.
+    """Leave the end of the session of each job that begins from now on to the caller.
 
     Args:
         at_start: is called with each job's session.
@@ -316,21 +318,12 @@ def _fail(show: Callable[..., object], kind: type[BaseException], error: BaseExc
     """Tell the other ranks that this process ends by an exception, and show it if it is not their doing."""
     failing = _state.runtime
     try:
-        fail(error)
+        _end(error)
     except (PeerError, SystemExit) as peer:
         if isinstance(peer, PeerError) and failing is not None:
             logger.error("[rank %d] error: %s", failing.world.rank, peer)
             return
     show(kind, error, where)
-
-
-def fail(error: BaseException) -> None:
-    """Tell the other ranks why this one ends, and end without them; nothing before `init`.
-
-    Raises:
-        PeerError: another rank is to blame, and its own output says why.
-    """
-    _end(error)
 
 
 def leave(error: BaseException) -> None:
