@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvd_trainer.backends.engine import Engine
 from hvd_trainer.backends.session import Session
@@ -291,6 +292,7 @@ def start(process_sets: Sequence[Sequence[int]]) -> bool:
     if not _state.is_registered:
         _state.is_registered = True
         atexit.register(shutdown)
+        register_optimizer_step_post_hook(_count_step)
         sys.excepthook = functools.partial(_fail, sys.excepthook)
     session = _state.elastic or Session(engine_options(os.environ))
     runtime = Runtime(session, os.environ, process_sets)
@@ -304,8 +306,14 @@ def start(process_sets: Sequence[Sequence[int]]) -> bool:
     return True
 
 
+def _count_step(*_: object) -> None:
+    if _state.runtime is not None:
+        activity = _state.runtime.session.activity
+        activity.finish_step(activity.step + 1)
+
+
 def take_over(at_start: Callable[[Session], None]) -> None:
-    """Leave the end of the session of each job that begins from now on to the caller.
+    """Leave the end of the session of each job that begins from now on, and its steps, to the caller.
 
     Args:
         at_start: is called with each job's session.
