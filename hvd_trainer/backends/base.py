@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,15 +24,14 @@ from torch.optim import Optimizer
 from hvd_trainer.backends import process_group
 from hvd_trainer.backends.buckets import Reducer
 from hvd_trainer.backends.collectives import Collectives
+from hvd_trainer.backends.engine import Engine
 from hvd_trainer.backends.exchange_monitor import ExchangeMonitor
 from hvd_trainer.backends.model_sync import synchronize
-from hvd_trainer.backends.session import LOST_RANK_ERRORS, Session
+from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.config.checks import flag, range_errors, refuse, switch
 from hvd_trainer.config.options import EngineOptions
-from hvd_trainer.errors import LaunchError, PreemptedError, UserError, first_line
 from hvd_trainer.faults.activity import EXCHANGE, Activity
-from hvd_trainer.faults.elastic import RescaleError
 from hvd_trainer.launch.world import World
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.tensors import parameters_of
@@ -63,7 +62,7 @@ class StepResult:
     """What the weight function gave for each pass, on the device; empty without one."""
 
 
-class Backend(ABC):
+class Backend(Engine, ABC):
     """One engine. Use it as a context manager: it starts on entry and ends, on all ranks, on exit.
 
     Args:
@@ -137,87 +136,20 @@ class Backend(ABC):
             LaunchError: the ranks could not meet, or the engine's world is not the launcher's.
         """
         self._load()
-        try:
-            self._connect()
-            self._start()
-        except dist.DistError as error:
-            # PyTorch's own text names keys of the store, which begin with the token.
-            lost = LaunchError(f"{self.world} lost the others while they were meeting: {first_line(error)}")
-            self._fail(lost)
-            raise lost from None
-        except BaseException as error:
-            self._fail(error)
-            raise
+        self.session.start(self)
         return self
 
-    def _connect(self) -> None:
-        """Meet the other ranks, and learn what follows from who they are."""
-        session = self.session
-        session.connect()
-        accelerator.set_current(self.device)
-        if self.uses_nccl:
-            session.prepare_nccl()
-        session.begin_monitoring(self.abort_exchanges)
-        runs_ahead = session.world.size > 1 and not accelerator.is_host(session.device)
-        self._exchange_monitor = ExchangeMonitor(session.device) if runs_ahead else None
-        self.replica_groups = [[*range(session.world.size)]]
-        if self._grouping is not None:
-            self.replica_groups = self._grouping([peer.node for peer in session.peers])
-
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        if error is None or isinstance(error, PreemptedError):
-            self._leave(failed=error is not None)
-        else:
-            self._fail(error)
+        self.session.end(error)
 
-    def _leave(self, failed: bool = False) -> None:
-        """End as all ranks do."""
-        try:
-            self.session.finish()
-            self._stop(failed)
-        except BaseException as stopping:
-            self._fail(stopping)
-            raise
-        self.session.close()
-
-    def _abandon(self, error: BaseException) -> None:
-        """End after an error, without the other ranks."""
-        with ExitStack() as ending:
-            ending.callback(self.session.close)
-            ending.callback(self._stop, failed=True)
-            self.session.fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        """End after an error; raise another one in its place if it only follows from another rank's."""
-        self._abandon(error)
-        self.session.raise_root_cause(error)
-
-    def rejoin(self, error: Exception) -> bool:
-        """End after an error and start again in the next world, if ranks come and go and this one can continue.
-
-        Args:
-            error: by which training has ended: `RescaleError`, or that of a broken exchange.
-
-        Returns:
-            Whether the engine has started again; if not, the error stands.
-
-        Raises:
-            DismissedError: there is no place for this rank in the next world.
-            LaunchError: there is no next world.
-        """
-        if self.session.driver is None:
-            return False
-        if isinstance(error, RescaleError):
-            # All ranks keep the state of the step after which they leave: one that fails now is not missed.
-            with suppress(*LOST_RANK_ERRORS):
-                self._leave()
-        else:
-            in_exchange = self.activity.in_exchange and not isinstance(error, UserError)
-            self._abandon(error)
-            if not (in_exchange and self.session.failed_elsewhere):
-                return False
-        self.session.rejoin(self.__enter__)
-        return True
+    def start(self) -> None:
+        """Start the engine, and learn what follows from who the other ranks are."""
+        runs_ahead = self.world.size > 1 and not accelerator.is_host(self.device)
+        self._exchange_monitor = ExchangeMonitor(self.device) if runs_ahead else None
+        self.replica_groups = [[*range(self.world.size)]]
+        if self._grouping is not None:
+            self.replica_groups = self._grouping([peer.node for peer in self.session.peers])
+        self._start()
 
     def _load(self) -> None:  # noqa: B027  an engine may have nothing to import
         """Import the engine, before the ranks meet.
@@ -229,19 +161,6 @@ class Backend(ABC):
     @abstractmethod
     def _start(self) -> None:
         """Start the engine among the ranks that have met."""
-
-    @abstractmethod
-    def _stop(self, failed: bool) -> None:
-        """End the engine; called again, or before it has started, it does nothing.
-
-        Args:
-            failed: do not wait for the other ranks.
-        """
-
-    @property
-    def uses_nccl(self) -> bool:
-        """Whether this engine would move GPU tensors by NCCL or Intel's XCCL, which want one rank per GPU."""
-        return False
 
     @property
     def replica_group(self) -> list[int]:

@@ -107,8 +107,8 @@ class DDPBackend(Backend):
         if self.transport != "gloo" and not dist.is_backend_available(self.transport):
             raise BackendError(f"This PyTorch was built without {self.transport.upper()}. Type: --transport gloo")
 
-    def _stop(self, failed: bool) -> None:
-        if not failed and dist.is_initialized():
+    def stop(self, wait: bool) -> None:
+        if wait and dist.is_initialized():
             # A rank that closed its connections while another still reduces would make that one fail.
             self.collectives.barrier()
         self._disconnect()
@@ -117,7 +117,7 @@ class DDPBackend(Backend):
             del self._ddp.reducer, self._ddp.logger, self._ddp.process_group
             self._ddp = None
         self.collectives.replica_process_group = None
-        process_group.stop(at_once=failed and self.uses_nccl)
+        process_group.stop(at_once=not wait and self.uses_nccl)
 
     def _check_model(self, model: nn.Module) -> None:
         if not any(p.requires_grad for p in model.parameters()):

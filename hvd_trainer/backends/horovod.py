@@ -27,7 +27,7 @@ from hvd_trainer.backends.horovod_start import (
     WAKE_ON_ENQUEUE,
     import_horovod,
     patch_set,
-    start_rendezvous,
+    serve_horovod,
 )
 from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION
 from hvd_trainer.backends.unused_parameters import check_unused, unused_everywhere
@@ -135,9 +135,8 @@ class HorovodBackend(Backend):
         if self.world.size == 1 and session.driver is None:
             return variables | {"HOROVOD_ELASTIC": "0"} | self._tuning()
         # In elastic mode the last rank of many still has their numbers in its environment.
-        variables |= start_rendezvous(self.world, session.peers, session.store, session.address)
-        if "HOROVOD_GLOO_IFACE" in session.environ and self.options.network_interface is None:
-            variables.pop("HOROVOD_GLOO_IFACE", None)  # the user has chosen one
+        interface = None if self.options.network_interface else session.environ.get("HOROVOD_GLOO_IFACE")
+        variables |= serve_horovod(self.world, session.peers, session.store, session.address, interface)
         return variables | self._tuning()
 
     def _tuning(self) -> dict[str, str]:
@@ -168,12 +167,12 @@ class HorovodBackend(Backend):
             if self._hvd.is_initialized():
                 self._hvd.shutdown()
 
-    def _stop(self, failed: bool) -> None:
-        if not failed and self._hvd.is_initialized():
+    def stop(self, wait: bool) -> None:
+        if wait and self._hvd.is_initialized():
             self.collectives.barrier()
         self._shut_down()
         self._disconnect()
-        process_group.stop(at_once=failed and self.uses_nccl)
+        process_group.stop(at_once=not wait and self.uses_nccl)
 
     # Training.
 

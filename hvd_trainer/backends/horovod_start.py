@@ -74,16 +74,19 @@ def import_horovod(
     return hvd
 
 
-def start_rendezvous(world: World, peers: Sequence[RankInfo], store: dist.Store, address: str) -> dict[str, str]:
+def serve_horovod(
+    world: World, peers: Sequence[RankInfo], store: dist.Store, address: str, interface: str | None
+) -> dict[str, str]:
     """Return the variables from which Horovod learns this world, whichever launcher made it. A collective.
 
     Args:
         address: at which the other ranks reach this one.
+        interface: the user's choice, such as that of HOROVOD_GLOO_IFACE; None: the one with that address.
     """
     me = peers[world.rank]
     across = [peer for peer in peers if peer.local_rank == world.local_rank]
     server, port = _rendezvous_address(world, store, address)
-    interface = interface_name(address)
+    interface = interface or interface_name(address)
     return {
         # In its elastic mode Horovod would ask for its rank by itself, and ask our server, which knows none.
         "HOROVOD_ELASTIC": "0",

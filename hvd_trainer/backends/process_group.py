@@ -38,11 +38,6 @@ def start(session: Session, transport: str) -> None:
             "torch.distributed is already initialised in this process. Leave init_process_group to hvd_trainer: "
             "take that call out."
         )
-    # DDP imports this module, whose functions keep the default group of that moment in their default arguments. So
-    # it is imported before there is a group: one that is never freed leaves Gloo's threads running at exit, which
-    # aborted 3 to 13 % of runs ("terminate called without an active exception").
-    import torch.distributed.nn.functional  # noqa: F401
-
     uses_gloo = transport == "gloo"
     dist.init_process_group(
         "gloo" if uses_gloo else accelerator.process_group_backend(session.device),
@@ -87,9 +82,6 @@ def standalone_group(store: dist.Store, rank: int, size: int, device: torch.devi
         store: for this group alone.
         device: of the tensors that the group moves.
     """
-    # Imported before there is a group, for the reason in `start`.
-    import torch.distributed.nn.functional  # noqa: F401
-
     if accelerator.is_host(device):
         return dist.ProcessGroupGloo(store, rank, size, NO_TIMEOUT)
     name = accelerator.collectives(device)

@@ -1,15 +1,14 @@
-"""This process as one rank among others: rendezvous, monitoring, and leaving with the others or after an error.
+"""This process as one rank among others, from the rendezvous to the end; for the Trainer, `hvd` and scripts alike.
 
-A session knows no engine. `Backend` starts and stops its engine between these calls:
-
-    connect             find the other ranks, learn their hosts and GPUs, choose this rank's devices
-    prepare_nccl        only for engines that use NCCL: refuse a GPU that another rank has, too
-    begin_monitoring    from here on a rank that fails or hangs ends the job; in elastic mode, the world
-                        (the engine works)
-    finish, or fail     tell the monitor how this rank ends; `fail` waits for the root cause
-    wait_for_others     for a script, whose ranks come to their ends at different times: until all have
-    close               end monitoring and undo what `connect` has set in this process
-    rejoin              elastic mode: take this process's place in the next world, and begin again
+start             connect         find the other ranks, learn their hosts and GPUs, choose this rank's devices
+                  prepare_nccl    for engines that use NCCL: refuse a GPU that another rank has, too
+                  monitoring      from here on a rank that fails or hangs ends the job; in elastic mode, the world
+                  Engine.start
+end               monitoring      tell how this rank ends, and after an error wait for the root cause
+                  Engine.stop
+                  close           end monitoring and undo what `connect` has set in this process
+leave             the same in elastic mode, where the rank may have a place in the next world
+join_next_world   take that place, and start there
 """
 
 from __future__ import annotations
@@ -19,25 +18,26 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Callable, MutableMapping
-from contextlib import ExitStack
+from collections.abc import MutableMapping
+from contextlib import ExitStack, suppress
 
 import torch
 import torch.distributed as dist
 
 from hvd_trainer.backends.devices import Devices, choose_devices
+from hvd_trainer.backends.engine import Engine
 from hvd_trainer.backends.malloc import keep_freed_memory
 from hvd_trainer.config.options import EngineOptions
-from hvd_trainer.errors import LaunchError, PeerError, UserError, first_line
+from hvd_trainer.errors import LaunchError, PeerError, PreemptedError, UserError, first_line
 from hvd_trainer.faults import preemption, stack_dump
 from hvd_trainer.faults.activity import Activity
-from hvd_trainer.faults.elastic import HorovodElasticDriver
+from hvd_trainer.faults.elastic import HorovodElasticDriver, RescaleError
 from hvd_trainer.faults.failure_report import reporter, wait_for_launcher
 from hvd_trainer.faults.monitor import Monitor, MonitorSettings
 from hvd_trainer.faults.monitor_client import MonitorClient
 from hvd_trainer.faults.monitor_server import MonitorServer
 from hvd_trainer.faults.root_cause import RootCause
-from hvd_trainer.faults.script_phase import raised_in_exchange
+from hvd_trainer.faults.script_watch import raised_in_exchange
 from hvd_trainer.launch.slurm import slurm_job
 from hvd_trainer.launch.world import World, detect, is_elastic
 from hvd_trainer.rendezvous import connect, ranks
@@ -107,6 +107,7 @@ class Session:
         self.stopping = self.has_trained = False
         self.ending = ""
         self._requested_devices = devices
+        self._engine = Engine()
         self._store: dist.Store | None = None
         self._signals: preemption.StopRequest | None = None
         self._cleanup = ExitStack()
@@ -121,6 +122,36 @@ class Session:
         """The key-value store that all ranks share, once connected."""
         assert self._store is not None, "the ranks have not met"
         return self._store
+
+    def start(self, engine: Engine) -> None:
+        """Meet the other ranks, and start an engine among them, which stops when this session ends. A collective.
+
+        Raises:
+            BackendError: the engine cannot work here.
+            LaunchError: the ranks could not meet, or their engines would not work together.
+        """
+        # DDP imports this module, whose functions keep the default group of that moment in their default
+        # arguments. So it is imported before there is a group: one that is never freed leaves Gloo's threads
+        # running at exit, which aborted 3 to 13 % of runs ("terminate called without an active exception").
+        import torch.distributed.nn.functional  # noqa: F401
+
+        self._engine = engine
+        try:
+            self.connect()
+            if engine.pins_device:
+                accelerator.set_current(self.device)
+            if engine.uses_nccl:
+                self.prepare_nccl(keeps_timeouts=engine.keeps_timeouts)
+            self._begin_monitoring()
+            engine.start()
+        except dist.DistError as error:
+            # PyTorch's own text names keys of the store, which begin with the token.
+            lost = LaunchError(f"{self.world} lost the others while they were meeting: {first_line(error)}")
+            self.end(lost)
+            raise lost from None
+        except BaseException as error:
+            self.end(error)
+            raise
 
     def connect(self) -> None:
         """Find the other ranks and exchange what each knows of itself. A collective.
@@ -224,12 +255,8 @@ class Session:
         changed = {name: value for name, value in wanted.items() if self.environ.get(name, "1") == "1"}
         self._cleanup.enter_context(set_variables(changed))
 
-    def begin_monitoring(self, abort_exchanges: Callable[[], None] = lambda: None) -> None:
-        """Start the health monitor, and the listener for the signal by which launchers end ranks. A collective.
-
-        Args:
-            abort_exchanges: ends what the device exchanges with a rank that is gone; called by another thread.
-        """
+    def _begin_monitoring(self) -> None:
+        """Start the health monitor, and the listener for the signal by which launchers end ranks. A collective."""
         reporter.start_job()
         if self.world.size == 1:
             return
@@ -241,7 +268,7 @@ class Session:
             startup_s=self.options.startup_timeout_s,
             # A callback may take as long, and so may the exchange with the dead rank that follows it.
             elastic_timeout_s=None if self.driver is None else 2 * self.options.startup_timeout_s,
-            abort_exchanges=abort_exchanges,
+            abort_exchanges=self._engine.abort_exchanges,
         )
         monitor = (
             MonitorServer(settings, self.store, self.address)
@@ -252,7 +279,7 @@ class Session:
         self.monitor = monitor
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             # When one rank fails, launchers end the others by it, sometimes before the one has said why.
-            listening = preemption.listen_for_signals(self._exit_on_signal, signals=(signal.SIGTERM,))
+            listening = preemption.listen_for_signals(self._exit_on_signal, self.activity, (signal.SIGTERM,))
             self._signals = self._cleanup.enter_context(listening)
 
     def _exit_on_signal(self, number: int) -> None:
@@ -264,17 +291,42 @@ class Session:
             self.monitor.finish_report()
         os._exit(128 + number)
 
-    def finish(self) -> None:
-        """Tell the monitor that this rank has come to its end, as all ranks do."""
-        if self.monitor is not None:
-            self.monitor.report_done(self.ending)
-
     def wait_for_others(self) -> None:
         """Return when all ranks have come to their end."""
         if self.monitor is not None:
             self.monitor.everyone_is_done.wait()
 
-    def fail(self, error: BaseException) -> None:
+    def end(self, error: BaseException | None = None) -> None:
+        """End as all ranks do, or after an error without them; again, do nothing.
+
+        Args:
+            error: to be raised on by the caller, unless this raises another one in its place.
+
+        Raises:
+            PeerError: another rank is to blame for the error, and its own output says why.
+            SystemExit: this rank is, and the monitor has printed why.
+        """
+        self._end(error)
+        if error is not None:
+            self._raise_root_cause(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        with_others = error is None or isinstance(error, PreemptedError)
+        try:
+            if not with_others:
+                assert error is not None
+                self._report(error)
+            elif self.monitor is not None:
+                self.monitor.report_done(self.ending)
+            self._engine.stop(wait=error is None)
+        except BaseException as stopping:
+            if with_others:
+                self.end(stopping)
+            raise
+        finally:
+            self.close()
+
+    def _report(self, error: BaseException) -> None:
         """Tell the monitor why this rank fails, and wait until it has found the root cause."""
         if raised_in_exchange(error):
             self.activity.blame_exchange()
@@ -287,23 +339,18 @@ class Session:
                     traceback.clear_frames(link.__traceback__)
 
     @property
-    def failed_elsewhere(self) -> bool:
+    def _failed_elsewhere(self) -> bool:
         """Whether another rank's failure is the root cause."""
         cause = self.root_cause
         return cause is not None and bool(cause.text) and cause.rank != self.world.rank
 
-    def raise_root_cause(self, error: BaseException) -> None:
-        """Raise another error in place of one that only follows from another rank's failure; else return.
-
-        Raises:
-            PeerError: another rank is to blame, and its own output says why.
-            SystemExit: this rank is, and the monitor has printed why.
-        """
+    def _raise_root_cause(self, error: BaseException) -> None:
+        """Raise another error in place of one that only follows from another rank's failure; else return."""
         cause = self.root_cause
         # Without a text, all ranks have left alike.
         if cause is None or not cause.text or isinstance(error, UserError):
             return
-        if not self.failed_elsewhere:
+        if not self._failed_elsewhere:
             if isinstance(error, SystemExit) and cause.reported:
                 raise SystemExit(error.code or 1) from error
         elif isinstance(error, Exception | SystemExit):
@@ -321,11 +368,24 @@ class Session:
             monitor.close()
         self._cleanup.close()
 
-    def rejoin(self, start: Callable[[], object]) -> None:
-        """Take this process's place in the next world, and start among the ranks of that.
+    def leave(self, error: BaseException) -> bool:
+        """End this world if ranks come and go; return whether this rank may join the next world.
 
         Args:
-            start: connects and starts the engine.
+            error: `RescaleError`, or that of a broken exchange. If this rank may not, it stands.
+        """
+        if self.driver is None:
+            return False
+        if isinstance(error, RescaleError):
+            # All ranks keep the state of the step after which they leave: one that fails now is not missed.
+            with suppress(*LOST_RANK_ERRORS):
+                self.end()
+            return True
+        self._end(error)
+        return self._failed_elsewhere and self.activity.in_exchange and not isinstance(error, UserError)
+
+    def join_next_world(self, engine: Engine) -> None:
+        """Take this process's place in the next world, and start an engine among the ranks of that.
 
         Raises:
             DismissedError: there is no place for it.
@@ -336,7 +396,7 @@ class Session:
             self.world = self.driver.next_world()
             shared_stores.reset_sessions()
             try:
-                start()
+                self.start(engine)
                 return
             except LOST_RANK_ERRORS:
                 # Another rank may have failed on its way to the meeting.

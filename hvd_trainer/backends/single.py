@@ -55,9 +55,6 @@ class SingleBackend(Backend):
     def _start(self) -> None:
         pass
 
-    def _stop(self, failed: bool) -> None:
-        pass
-
     def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         return model
 

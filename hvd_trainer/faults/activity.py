@@ -1,4 +1,4 @@
-"""What this rank is doing, so that a failure can be reported with its step and phase. Setting it is cheap."""
+"""What this rank is doing, and when it last made progress: one clock for all time limits. Setting it is cheap."""
 
 from __future__ import annotations
 
@@ -71,6 +71,11 @@ class Activity:
         if self._status is not None:
             self._status.write(self.step, phase)
         self._notify(phase)
+
+    def finish_step(self, step: int) -> None:
+        """Note that so many optimizer steps are completed."""
+        self.step = step
+        self.enter("step")
 
     def abort(self) -> None:
         """Make each further `enter`, `check` and end of `waiting` raise; called by another thread."""

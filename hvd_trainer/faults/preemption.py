@@ -22,6 +22,7 @@ from multiprocessing import resource_tracker
 from types import FrameType
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.faults.activity import Activity
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +42,10 @@ class StopRequest:
         granted: whether all ranks are about to stop.
     """
 
-    def __init__(self, stop: Callable[[int], None]) -> None:
-        self._stop = stop
-        self._last_progress = time.monotonic()
+    def __init__(self, stop: Callable[[int], None], activity: Activity) -> None:
+        self._stop, self._activity = stop, activity
         self.number: int | None = None
         self.granted = False
-
-    def mark_progress(self) -> None:
-        """Note that this process is not stuck; to be called after each step and each batch of evaluation."""
-        self._last_progress = time.monotonic()
 
     def listen(self, wakeup: socket.socket) -> None:
         """Handle signals, whose numbers arrive as bytes, until `END` does.
@@ -64,12 +60,12 @@ class StopRequest:
                 self.number = number
                 self._stop(number)
             if number == signal.SIGTERM:
-                self.mark_progress()
                 threading.Thread(target=self._exit_if_stuck, daemon=True).start()
 
     def _exit_if_stuck(self) -> None:
+        asked = time.monotonic()
         while not self.granted and self in _listening:
-            if time.monotonic() - self._last_progress > MAX_STALL_S:
+            if time.monotonic() - max(asked, self._activity.since) > MAX_STALL_S:
                 os._exit(128 + signal.SIGTERM)
             time.sleep(0.2)
 
@@ -109,14 +105,17 @@ class Requeue:
 
 @contextmanager
 def listen_for_signals(
-    stop: Callable[[int], None], signals: Sequence[signal.Signals] = SIGNALS
+    stop: Callable[[int], None], activity: Activity, signals: Sequence[signal.Signals] = SIGNALS
 ) -> Iterator[StopRequest]:
     """Call a function with the first of some signals, in another thread, inside the context.
 
     A signal that was not granted is sent again at the end of the context, and has its usual effect then. Does
     nothing in threads other than the main one, where Python allows no handlers.
+
+    Args:
+        activity: by its clock, a process that makes no progress after SIGTERM is ended.
     """
-    request = StopRequest(stop)
+    request = StopRequest(stop, activity)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return

@@ -12,7 +12,6 @@ PHASES = (
     *("start", "data", "forward", "backward", "reduce", "step", "save", "evaluate", "epoch", "callback"),
     *("trained", "end"),
 )
-NAME = "hvd_trainer-activity"
 _LAYOUT = struct.Struct("qB")
 
 
@@ -31,7 +30,7 @@ class SharedStatus:
     @classmethod
     def create(cls) -> SharedStatus:
         """Return new memory."""
-        descriptor = os.memfd_create(NAME)
+        descriptor = os.memfd_create("hvd_trainer-activity")
         os.ftruncate(descriptor, _LAYOUT.size)
         return cls(descriptor, writable=True)
 
@@ -40,16 +39,6 @@ class SharedStatus:
         """Return the memory of another process; None if it cannot be opened."""
         with suppress(OSError, ValueError), Path(f"/proc/{pid}/fd/{descriptor}").open("rb") as file:
             return cls(file.fileno(), writable=False)
-        return None
-
-    @classmethod
-    def find(cls, pid: int) -> SharedStatus | None:
-        """Return the memory of another process whose descriptor is not known; None if it has none yet."""
-        with suppress(OSError):
-            for entry in os.scandir(f"/proc/{pid}/fd"):
-                with suppress(OSError):
-                    if os.readlink(entry.path).startswith(f"/memfd:{NAME}"):
-                        return cls.open(pid, int(entry.name))
         return None
 
     def write(self, step: int, phase: str) -> None:

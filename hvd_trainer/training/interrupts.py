@@ -42,13 +42,8 @@ class Interrupts:
         if not self.manager.is_enabled:
             yield
             return
-        with listen_for_signals(lambda number: self._consensus.request(STOP)) as self._signal:
+        with listen_for_signals(lambda _: self._consensus.request(STOP), self.backend.activity) as self._signal:
             yield
-
-    def note_progress(self) -> None:
-        """Tell the listener, which ends a process that is stuck after SIGTERM, that this one is not."""
-        if self._signal is not None:
-            self._signal.mark_progress()
 
     def after_step(self, meter: Meter) -> None:
         """Save, stop or rescale after this step, as all ranks have agreed. A collective after some steps.
@@ -65,7 +60,6 @@ class Interrupts:
         if driver is not None and driver.hosts_changed.is_set():
             self._consensus.request(RESCALE)
         agreed = self._consensus.poll()
-        self.note_progress()
         if self._signal is not None:
             self._signal.granted = STOP in agreed
         self.manager.after_step(meter, save=bool(agreed & {SAVE, STOP}), commit=RESCALE in agreed)

@@ -146,8 +146,7 @@ class TrainingLoop:
     def _report_step(self) -> None:
         """Tell the monitor of the ranks that a step is done, and how long the next one may take."""
         activity, options = self._run.backend.activity, self._run.options
-        activity.step = self._run.progress.step
-        activity.enter("step")
+        activity.finish_step(self._run.progress.step)
         if not options.train.compile:  # or any step may compile again
             activity.limits = options.engine.startup_timeout_s, options.engine.timeout_s
 
@@ -193,7 +192,6 @@ class TrainingLoop:
         for batch in run.placement.evaluation(run.test_loader):
             run.step.evaluate(batch, meter)
             activity.enter("evaluate")
-            self._interrupts.note_progress()
         activity.enter("epoch")
         return add_prefix("test", meter.compute())
 

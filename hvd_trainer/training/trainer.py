@@ -183,8 +183,9 @@ class Trainer:
                 return history
             except Exception as error:
                 # In elastic mode the ranks that stay meet in a new world, and resume from the snapshot.
-                if not self.backend.rejoin(error):
+                if not self.backend.session.leave(error):
                     raise
+            self.backend.session.join_next_world(self.backend)
             inputs.optimizer.zero_grad(set_to_none=True)
 
     def _fit_in_this_world(self, inputs: FitInputs, snapshot: InMemorySnapshot, history: History) -> None:

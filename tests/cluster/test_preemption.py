@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import digits_job
@@ -15,6 +16,8 @@ from launchers import QUICKEST, REPOSITORY, launch, requires, start
 from slurm_batch import sbatch
 from waiting import wait_for
 
+from hvd_trainer.faults import preemption
+from hvd_trainer.faults.activity import Activity
 from hvd_trainer.faults.preemption import listen_for_signals
 
 pytestmark = pytest.mark.warm
@@ -65,7 +68,7 @@ def test_listen_for_signals_restores_handlers() -> None:
     numbers: list[int] = []
     before = signal.getsignal(signal.SIGTERM)
     for _ in range(2):
-        with listen_for_signals(numbers.append) as request:
+        with listen_for_signals(numbers.append, Activity(60)) as request:
             for _ in range(2):  # by a scheduler, and by a launcher again
                 os.kill(os.getpid(), signal.SIGUSR1)
             wait_for(numbers.copy, 5)
@@ -81,7 +84,7 @@ def test_signal_that_was_not_granted_is_sent_again() -> None:
     got: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
     try:
-        with listen_for_signals(numbers.append):
+        with listen_for_signals(numbers.append, Activity(60)):
             os.kill(os.getpid(), signal.SIGUSR1)
             wait_for(numbers.copy, 5)
         assert got == [signal.SIGUSR1]
@@ -93,7 +96,7 @@ def test_signal_to_forked_process_is_no_stop_request() -> None:
     """DataLoader terminates loader processes by SIGTERM, and they share the parent's wakeup socket."""
     numbers: list[int] = []
     forked, tell = os.pipe()
-    with listen_for_signals(numbers.append) as request:
+    with listen_for_signals(numbers.append, Activity(60)) as request:
         child = os.fork()
         if child == 0:
             os.write(tell, b"!")  # what Python does after a fork is done
@@ -108,6 +111,27 @@ def test_signal_to_forked_process_is_no_stop_request() -> None:
         request.granted = True
         assert numbers == [signal.SIGUSR1]
     os.close(forked)
+    os.close(tell)
+
+
+def test_process_that_makes_no_progress_after_sigterm_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock of the rank's activity: whatever phase it enters is progress, and no step need end for that."""
+    monkeypatch.setattr(preemption, "MAX_STALL_S", 2)
+    phases, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        activity = Activity(60)
+        with listen_for_signals(lambda number: None, activity):
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(12):
+                time.sleep(0.25)
+                activity.enter("forward")
+                os.write(tell, b"!")
+            time.sleep(60)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert (status, len(os.read(phases, 99))) == (128 + signal.SIGTERM, 12)
+    os.close(phases)
     os.close(tell)
 
 

@@ -257,6 +257,24 @@ SMALL_SCRIPTS = [
         "time.sleep(1000)",
         *(("--np", 2), 0, "it leaves"),
     ),
+    # DDP imports it: after the group's start it would keep that, and some ranks would abort at their end.
+    pytest.param(
+        "import sys, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 0: print('imported before:', 'torch.distributed.nn.functional' in sys.modules)",
+        *(("--np", 2), 0, "imported before: True"),
+    ),
+    # Horovod was given the one that the ranks had met by, whatever the user had chosen.
+    pytest.param(
+        "import os\nos.environ['HOROVOD_GLOO_IFACE'] = 'chosen'\nimport horovod.torch as hvd\n"
+        "library = hvd.mpi_ops._basics.MPI_LIB_CTYPES\nstart = library.horovod_init\n"
+        "def init(*args):\n"
+        "    if os.environ['HOROVOD_RANK'] == '0': print('interface', os.environ['HOROVOD_GLOO_IFACE'])\n"
+        "    os.environ['HOROVOD_GLOO_IFACE'] = 'lo'\n"
+        "    return start(*args)\n"
+        "library.horovod_init = init\nhvd.init()",
+        *(("--np", 2, "--backend", "horovod"), 0, "interface chosen"),
+        marks=requires("horovod"),
+    ),
 ]
 
 
@@ -441,7 +459,7 @@ FAULTS = [
     # The other rank waits in a barrier, in C++, and is not the one to blame.
     case("script", "ddp", "hang", (1,), r"has not got on for \d+ s", ASLEEP),
     # It was left to the parent, as for `hvd_trainer.run`, and the command's parent prints nothing.
-    case("horovod_script", "ddp", "die", (1, 137), "ended without a word, as by kill -9", ""),
+    case("horovod_script", "ddp", "die", (1, 137), "step 3, step: ended without a word, as by kill -9", ""),
     case("horovod_script", "ddp", "raise", (1,), "", PLANTED),
     case("horovod_script", "ddp", "hang", (1,), "step 3,", ASLEEP),
     case("horovod_script", "horovod", "raise", (1,), "", PLANTED, when="long"),
@@ -560,7 +578,7 @@ import torch
 import torch.distributed as dist
 
 # Not by a statement, by which the script would be taken for a job on the Trainer.
-importlib.import_module("hvd_trainer.backends.script_session").REPORT_AFTER_S = 3.0
+importlib.import_module("hvd_trainer.faults.script_watch").REPORT_AFTER_S = 3.0
 dist.init_process_group("gloo")
 if dist.get_rank() == 1:
     time.sleep(9)

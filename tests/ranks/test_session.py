@@ -11,6 +11,7 @@ from launchers import LaunchError, run_ranks
 
 from hvd_trainer import backends
 from hvd_trainer.backends import EngineOptions
+from hvd_trainer.backends.engine import Engine
 from hvd_trainer.backends.session import Session
 from hvd_trainer.errors import PeerError
 
@@ -19,14 +20,12 @@ def meet(worlds: int) -> tuple[int, list[str]]:
     """Meet several times in one process; return what the other rank has put into the store each time."""
     session, found = Session(EngineOptions()), []
     for number in range(worlds):
-        session.connect()
-        session.begin_monitoring()
+        session.start(Engine())
         rank = session.world.rank
         assert [peer.local_rank for peer in session.peers] == [0, 1]
         session.store.set(f"from {rank}", f"{rank} in world {number}")
         found.append(session.store.get(f"from {1 - rank}").decode())
-        session.finish()
-        session.close()
+        session.end()
         assert session.monitor is None
     assert not dist.is_initialized()
     return rank, found
@@ -35,15 +34,12 @@ def meet(worlds: int) -> tuple[int, list[str]]:
 def fail_in_rank_1() -> tuple[int, str]:
     """Return the error that each rank ends by: rank 1 fails, and rank 0 once the monitor knows of that."""
     session = Session(EngineOptions())
-    session.connect()
-    session.begin_monitoring()
+    session.start(Engine())
     error = ValueError("the cause") if session.world.rank == 1 else RuntimeError("the consequence")
     while session.world.is_first and session.monitor is not None and session.monitor.cause is None:
         time.sleep(0.01)
-    session.fail(error)
-    session.close()
     try:
-        session.raise_root_cause(error)
+        session.end(error)
     except PeerError as peer_error:
         return session.world.rank, str(peer_error)
     return session.world.rank, "stands"
@@ -85,12 +81,12 @@ def test_rank_that_left_is_blamed_for_the_exchange_that_it_did_not_make(backend:
 def test_session_is_closed_whatever_its_engine_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its signal handlers and variables stayed in a process that went on, as a notebook does."""
 
-    def stop(_: bool = False, **__: bool) -> None:
+    def stop(wait: bool) -> None:
         raise RuntimeError("cannot stop")
 
     closed: list[bool] = []
     backend = backends.create(EngineOptions(backend="single"))
-    monkeypatch.setattr(backend, "_stop", stop)
+    monkeypatch.setattr(backend, "stop", stop)
     backend.__enter__()
     backend.session._cleanup.callback(closed.append, True)
     with pytest.raises(RuntimeError, match="cannot stop"):

@@ -14,7 +14,9 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hvd_trainer.backends.engine import Engine
 from hvd_trainer.backends.session import Session
 from hvd_trainer.errors import PeerError
 from hvd_trainer.hvd.common.commits import CommitFiles
@@ -63,52 +65,67 @@ DYNAMIC_TIMELINE = "DYNAMIC"
 DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
-class Runtime:
+class Runtime(Engine):
     """One job, from `init` to `shutdown`.
 
     Args:
-        session: this rank's part in it, not yet connected.
+        session: this rank's part in it, which starts and ends this.
         process_sets: ranks of each further process set.
 
     Attributes:
         commits: of elastic training, if the launcher starts ranks again; else None.
         set_ranks: the ranks of each process set, by its id.
-        settings: those of rank 0.
-
-    Raises:
-        LaunchError: the launcher's variables contradict each other, or the ranks could not meet.
+        settings: those of rank 0, once started.
     """
+
+    pins_device = False
 
     def __init__(
         self, session: Session, environ: Mapping[str, str], process_sets: Sequence[Sequence[int]]
     ) -> None:
         self.session = session
+        self.settings = Settings()
+        self.commits: CommitFiles | None = None
+        self.set_ranks: dict[int, list[int]] = {}
+        self._environ, self._process_sets = environ, process_sets
+        self._controllers: dict[int, Controller] = {}
         set_log_level(environ)
+
+    def start(self) -> None:
+        session, environ = self.session, self._environ
+        self.set_ranks.clear()  # of a start among ranks of which one was lost
+        self._set_numbers = itertools.count()
         warning = lone_process_warning(session.world, environ)
         if warning:
             logger.warning("%s", warning)
         ignored = ignored_variables(environ)
         if ignored and session.world.is_first:
             logger.warning("Without meaning in Horovod's API on torch.distributed: %s", ", ".join(ignored))
-        try:
-            session.connect()
-            session.begin_monitoring(self._abort_exchanges)
-            agent = session.peers[session.world.rank].agent
-            self.commits = CommitFiles(agent, session.world.is_first_on_node) if agent else None
-            self.settings = _agree(session.store, session.world, read_settings(environ), process_sets)
-            self._controllers: dict[int, Controller] = {}
-            self.set_ranks: dict[int, list[int]] = {}
-            self._set_numbers = itertools.count()
-            for ranks in (range(session.world.size), *process_sets):
-                self._add_set([*ranks])
-            logger.info("%s, started by %s, with %s", session.world, session.world.launcher, self.settings)
-            path = environ.get("HOROVOD_TIMELINE", "")
-            if path and path != DYNAMIC_TIMELINE:
-                self.start_timeline(path, environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in NO)
-        except BaseException as error:
-            session.fail(error)
-            session.close()
-            raise
+        agent = session.peers[session.world.rank].agent
+        self.commits = CommitFiles(agent, session.world.is_first_on_node) if agent else None
+        self.settings = _agree(session.store, session.world, read_settings(environ), self._process_sets)
+        for ranks in (range(session.world.size), *self._process_sets):
+            self._add_set([*ranks])
+        logger.info("%s, started by %s, with %s", session.world, session.world.launcher, self.settings)
+        path = environ.get("HOROVOD_TIMELINE", "")
+        if path and path != DYNAMIC_TIMELINE:
+            self.start_timeline(path, environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in NO)
+
+    def stop(self, wait: bool) -> None:
+        """End together with all other ranks; without them after an error, or if an exchange has failed."""
+        controller = self._controllers.get(0)
+        if wait and controller is not None:
+            controller.shutdown()
+            if self.commits is not None and len(controller.shut_down_by) == self.world.size:
+                self.commits.remove()
+        self.stop_timeline()
+        for controller in self._controllers.values():
+            controller.abort("Horovod has been shut down.")
+        self._controllers.clear()
+
+    def abort_exchanges(self) -> None:
+        for controller in self._controllers.values():
+            controller.abort("Another rank has failed or ended.")
 
     @property
     def world(self) -> World:
@@ -117,8 +134,9 @@ class Runtime:
 
     @property
     def has_ended(self) -> bool:
-        """Whether another rank has shut the job down, or an exchange has failed."""
-        return self.controller(0).ended is not None
+        """Whether a rank has shut the job down, or an exchange has failed."""
+        controller = self._controllers.get(0)
+        return controller is None or controller.ended is not None
 
     @property
     def has_broken(self) -> bool:
@@ -190,45 +208,6 @@ class Runtime:
                 controller.abort("The process set has been removed.")
         return found
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one ends, and end without them.
-
-        Raises:
-            PeerError: another rank is to blame, and its own output says why.
-        """
-        self.session.fail(error)
-        self._close()
-        self.session.raise_root_cause(error)
-
-    def leave(self, error: BaseException) -> None:
-        """End without a rank that is lost, where the others may go on in another world.
-
-        Raises:
-            PeerError: there is no other world.
-            BaseException: the error, if this rank itself is to blame.
-        """
-        self.session.fail(error)
-        self._close()
-        if self.session.driver is None or not self.session.failed_elsewhere:
-            self.session.raise_root_cause(error)
-            raise error
-
-    def shutdown(self) -> None:
-        """End together with all other ranks; without them if an exchange has failed."""
-        self.session.finish()
-        controller = self.controller(0)
-        controller.shutdown()
-        if self.commits is not None and len(controller.shut_down_by) == self.world.size:
-            self.commits.remove()
-        self._close()
-
-    def _close(self) -> None:
-        self.stop_timeline()
-        for controller in self._controllers.values():
-            controller.abort("Horovod has been shut down.")
-        self._controllers.clear()
-        self.session.close()
-
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
         """Record operations from now on, in a file that rank 0 writes."""
         self.stop_timeline()
@@ -241,11 +220,6 @@ class Runtime:
         if controller is not None and controller.timeline is not None:
             timeline, controller.timeline = controller.timeline, None
             timeline.close()
-
-    def _abort_exchanges(self) -> None:
-        """Give up exchanges with a rank that is gone; called by the monitor's thread."""
-        for controller in self._controllers.values():
-            controller.abort("Another rank has failed or ended.")
 
 
 def _agree(store: dist.Store, world: World, settings: Settings, process_sets: Sequence[Sequence[int]]) -> Settings:
@@ -318,24 +292,28 @@ def start(process_sets: Sequence[Sequence[int]]) -> bool:
     if not _state.is_registered:
         _state.is_registered = True
         atexit.register(shutdown)
+        register_optimizer_step_post_hook(_count_step)
         sys.excepthook = functools.partial(_fail, sys.excepthook)
+    session = _state.elastic or Session(engine_options(os.environ))
+    runtime = Runtime(session, os.environ, process_sets)
     if _state.elastic is None:
-        session = Session(engine_options(os.environ))
-        _start(session, process_sets)
-        _state.elastic = session if session.driver is not None else None
+        session.start(runtime)
     else:
-        _state.elastic.rejoin(functools.partial(_start, _state.elastic, process_sets))
+        session.join_next_world(runtime)
+    _state.runtime, _state.elastic = runtime, None if session.driver is None else session
+    for function in _state.call_at_start:
+        function(session)
     return True
 
 
-def _start(session: Session, process_sets: Sequence[Sequence[int]]) -> None:
-    _state.runtime = Runtime(session, os.environ, process_sets)
-    for function in _state.call_at_start:
-        function(session)
+def _count_step(*_: object) -> None:
+    if _state.runtime is not None:
+        activity = _state.runtime.session.activity
+        activity.finish_step(activity.step + 1)
 
 
 def take_over(at_start: Callable[[Session], None]) -> None:
-    """Leave the end of each job that begins from now on to the caller, by `shutdown` or `fail`.
+    """Leave the end of the session of each job that begins from now on, and its steps, to the caller.
 
     Args:
         at_start: is called with each job's session.
@@ -348,7 +326,7 @@ def _fail(show: Callable[..., object], kind: type[BaseException], error: BaseExc
     """Tell the other ranks that this process ends by an exception, and show it if it is not their doing."""
     failing = _state.runtime
     try:
-        fail(error)
+        _end(error)
     except (PeerError, SystemExit) as peer:
         if isinstance(peer, PeerError) and failing is not None:
             logger.error("[rank %d] error: %s", failing.world.rank, peer)
@@ -356,26 +334,20 @@ def _fail(show: Callable[..., object], kind: type[BaseException], error: BaseExc
     show(kind, error, where)
 
 
-def fail(error: BaseException) -> None:
-    """Tell the other ranks why this one ends, and end without them; nothing before `init`.
-
-    Raises:
-        PeerError: another rank is to blame, and its own output says why.
-    """
-    failing, _state.runtime = _state.runtime, None
-    if failing is not None:
-        failing.fail(error)
-
-
 def leave(error: BaseException) -> None:
     """Leave a job in which an exchange has failed, so that `init` begins another; nothing if none has.
 
     Raises:
-        BaseException: as in `Runtime.leave`, if this process cannot go on.
+        PeerError: there is no other job.
+        BaseException: the error, if this rank itself is to blame.
     """
-    if _state.runtime is not None and _state.runtime.has_broken:
-        leaving, _state.runtime = _state.runtime, None
-        leaving.leave(error)
+    runtime = _state.runtime
+    if runtime is not None and runtime.has_broken:
+        runtime.session.activity.blame_exchange()
+        if not runtime.session.leave(error):
+            _end(error)
+            raise error
+        _state.runtime = None
 
 
 def commits() -> CommitFiles | None:
@@ -398,9 +370,13 @@ def listen_to_hosts(listener: Callable[[int, int], object]) -> None:
 
 def shutdown() -> None:
     """End this job together with all other ranks; nothing if there is none."""
+    _end(None)
+
+
+def _end(error: BaseException | None) -> None:
     ending, _state.runtime = _state.runtime, None
     if ending is not None:
-        ending.shutdown()
+        ending.session.end(error)
 
 
 def is_initialized() -> bool:

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch.launchers import without_ranks
-from hvd_trainer.launch.world import detect, is_elastic
+from hvd_trainer.launch.world import World, detect, is_elastic
 from hvd_trainer.utils.import_hooks import ImportHooks
 from hvd_trainer.utils.process import set_variables
 from hvd_trainer.utils.text import COMMAND
 
 if TYPE_CHECKING:  # torch is imported when the script imports it
-    from hvd_trainer.backends.script_session import ScriptSession
+    from hvd_trainer.backends.script_engine import ScriptEngine
 
 logger = logging.getLogger(__name__)
 ALIASES = {
@@ -58,7 +58,7 @@ ABSENT = {
 
 def import_hooks(
     engine: str,
-    session: ScriptSession | None,
+    script: ScriptEngine | None,
     *,
     bucket_mb: float | None = None,
 ) -> ImportHooks:
@@ -66,30 +66,30 @@ def import_hooks(
 
     Args:
         engine: `horovod` or `ddp`.
-        session: to be started when the script starts its engine; None in a process that is not the rank itself,
+        script: whose session begins when it starts its engine; None in a process that is not the rank itself,
             but was started by it.
         bucket_mb: size of the buckets of DistributedDataParallel; None: as the script says.
     """
     after: dict[str, Callable[[ModuleType], None]] = {
-        "torch.distributed.distributed_c10d": functools.partial(_wrap_torch, engine=engine, session=session)
+        "torch.distributed.distributed_c10d": functools.partial(_wrap_torch, engine=engine, script=script)
     }
-    if session is not None:
-        after["torch.optim.optimizer"] = functools.partial(_count_steps, session=session)
-        after["torch.multiprocessing.spawn"] = functools.partial(_wrap_spawn, session=session)
-        after["hvd_trainer.hvd.common.basics"] = session.attach
+    if script is not None:
+        after["torch.optim.optimizer"] = functools.partial(_count_steps, script=script)
+        after["torch.multiprocessing.spawn"] = functools.partial(_wrap_spawn, script=script)
+        after["hvd_trainer.hvd.common.basics"] = functools.partial(_attach_hvd, script=script)
     after["horovod.runner.gloo_run"] = _number_ranks
     if bucket_mb is not None:
         after["torch.nn.parallel.distributed"] = functools.partial(_set_buckets, bucket_mb=bucket_mb)
     if engine == "horovod" and not is_elastic(os.environ):
-        after["horovod.common.basics"] = functools.partial(_wrap_horovod, session=session)
-        if session is not None:
-            after["horovod.torch.mpi_ops"] = functools.partial(_mark_waits, session=session)
+        after["horovod.common.basics"] = functools.partial(_wrap_horovod, script=script)
+        if script is not None:
+            after["horovod.torch.mpi_ops"] = functools.partial(_mark_waits, script=script)
             after["horovod.torch.optimizer"] = _hook_inner_step
     if engine == "horovod":
         hooks = ImportHooks(aliases=TO_HOROVOD, absent={}, after=after)
     else:
         hooks = ImportHooks(aliases=ALIASES, single=_single(after), absent=ABSENT, after=after)
-    after["hvd_trainer.training.trainer"] = functools.partial(_hand_over_to_trainer, session=session, hooks=hooks)
+    after["hvd_trainer.training.trainer"] = functools.partial(_hand_over_to_trainer, script=script, hooks=hooks)
     return hooks
 
 
@@ -118,12 +118,12 @@ def _wrap(name: str, wrapper: Callable[..., Any], *holders: Any) -> None:
             setattr(holder, name, call)
 
 
-def _hand_over_to_trainer(module: ModuleType, session: ScriptSession | None, hooks: ImportHooks) -> None:
+def _hand_over_to_trainer(module: ModuleType, script: ScriptEngine | None, hooks: ImportHooks) -> None:
     """Let a `Trainer` have its own session, and the engines as they are."""
 
     def init(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if session is not None:
-            session.hand_over()
+        if script is not None:
+            script.hand_over()
         hooks.uninstall()
         original(*args, **kwargs)
 
@@ -136,10 +136,10 @@ def _start_by_own_run(runner: ModuleType) -> None:
 
 
 @functools.cache
-def warn_if_alone(session: ScriptSession) -> None:
+def warn_if_alone(script: ScriptEngine) -> None:
     """Log once, on rank 0, that each rank trains by itself, if none has started an engine."""
     world = detect(os.environ)
-    if world.size > 1 and world.is_first and not session.has_started and not is_elastic(os.environ):
+    if world.size > 1 and world.is_first and not script.has_started and not is_elastic(os.environ):
         logger.warning(
             "warning: the script has started neither horovod.torch nor torch.distributed, so each of the %d "
             "processes runs it alone",
@@ -147,12 +147,12 @@ def warn_if_alone(session: ScriptSession) -> None:
         )
 
 
-def _wrap_spawn(module: ModuleType, session: ScriptSession) -> None:
+def _wrap_spawn(module: ModuleType, script: ScriptEngine) -> None:
     """Refuse a script that starts its ranks itself, before it has started an engine, in each of several ranks."""
 
     def start_processes(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         world = detect(os.environ)
-        if world.size > 1 and session.is_in_charge and not session.has_started:
+        if world.size > 1 and script.is_in_charge and not script.has_started:
             raise LaunchError(
                 f"The script starts its ranks itself, and {world.launcher} has started it {world.size} times. "
                 f"Start it once, without -np or a launcher: {COMMAND} run -- {' '.join(sys.argv)}"
@@ -162,12 +162,18 @@ def _wrap_spawn(module: ModuleType, session: ScriptSession) -> None:
     _wrap("start_processes", start_processes, module, sys.modules["torch.multiprocessing"])
 
 
-def _count_steps(module: ModuleType, session: ScriptSession) -> None:
+def _count_steps(module: ModuleType, script: ScriptEngine) -> None:
     def count_step(*_: object) -> None:
-        warn_if_alone(session)
-        session.count_step()
+        warn_if_alone(script)
+        if script.is_in_charge:
+            script.watch.count_step()
 
     module.register_optimizer_step_post_hook(count_step)
+
+
+def _attach_hvd(module: ModuleType, script: ScriptEngine) -> None:
+    """Let the script's end be that of what `hvd.init` has begun."""
+    module.take_over(script.attach_session)
 
 
 def _set_buckets(module: ModuleType, bucket_mb: float) -> None:
@@ -179,12 +185,12 @@ def _set_buckets(module: ModuleType, bucket_mb: float) -> None:
     _wrap("__init__", init, module.DistributedDataParallel)
 
 
-def _mark_waits(module: ModuleType, session: ScriptSession) -> None:
-    """Let the session know when Horovod waits for other ranks, and the script's stream wait for the result."""
+def _mark_waits(module: ModuleType, script: ScriptEngine) -> None:
+    """Let the monitor know when Horovod waits for other ranks, and the script's stream wait for the result."""
     from hvd_trainer.backends.horovod_waiter import follow
 
     def synchronize(original: Callable[[Any], Any], handle: Any) -> Any:
-        with session.waiting():
+        with script.watch.waiting():
             return follow(original(handle))
 
     _wrap("synchronize", synchronize, module)
@@ -208,7 +214,7 @@ def _hook_inner_step(module: ModuleType) -> None:
         kind.step.hooked = True
 
 
-def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) -> None:
+def _wrap_torch(module: ModuleType, engine: str, script: ScriptEngine | None) -> None:
     """Make `init_process_group` begin the session, and use its store where the script names no other.
 
     On Horovod the script's groups keep the backend's name that it asked for: scripts choose their way by it.
@@ -218,7 +224,7 @@ def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) 
 
     def init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         nonlocal asked
-        if session is not None and session.has_trainer:
+        if script is not None and script.has_trainer:
             original(*args, **kwargs)
             return
         given = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -226,20 +232,21 @@ def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) 
         if engine == "horovod":
             importlib.import_module("hvd_trainer.c10d")
             given["backend"], asked = HOROVOD, str(module.Backend(backend))
-        if session is not None and session.is_in_charge:
-            world = session.start(uses_nccl=_uses_nccl(backend, given.get("device_id"))).world
-            session.check(given.get("rank", -1), given.get("world_size", -1))
+        if script is not None and script.is_in_charge:
+            session = script.meet(uses_nccl=_uses_nccl(backend, given.get("device_id")))
+            world = session.world
+            _check_rank(world, given.get("rank", -1), given.get("world_size", -1))
             if given.get("store") is None and given.get("init_method") in (None, "env://"):
                 given.pop("init_method", None)
-                given["store"] = session.prefix_store(f"script/{next(starts)}")
+                given["store"] = module.PrefixStore(f"script/{next(starts)}", session.store)
                 given |= {"rank": world.rank, "world_size": world.size}
         token = STARTED_BY_TORCH.set(engine == "horovod")
         try:
             original(**given)
         finally:
             STARTED_BY_TORCH.reset(token)
-        if engine == "horovod" and session is not None and session.is_in_charge:
-            session.attach_groups(importlib.import_module("hvd_trainer.c10d.context").contexts.close)
+        if engine == "horovod" and script is not None and script.is_in_charge:
+            script.attach_groups(importlib.import_module("hvd_trainer.c10d.context").contexts.close)
         name_backend(module.group.WORLD)
 
     def new_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -260,6 +267,15 @@ def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) 
         _wrap(wrapper.__name__, wrapper, module, sys.modules["torch.distributed"])
 
 
+def _check_rank(world: World, rank: int, size: int) -> None:
+    """Raise LaunchError if what the script says of this rank contradicts the launcher; -1: it says nothing."""
+    if rank not in (-1, world.rank) or size not in (-1, world.size):
+        raise LaunchError(
+            f"The script starts torch.distributed as rank {rank} of {size}, but {world.launcher} has started "
+            f"{world}. Leave rank and world_size out of init_process_group, or start as many ranks as it wants"
+        )
+
+
 def _uses_nccl(backend: str, device: Any) -> bool:
     """Return whether `init_process_group` makes groups of NCCL: without a backend's name, too, for its tensors."""
     if backend != "undefined":
@@ -270,38 +286,38 @@ def _uses_nccl(backend: str, device: Any) -> bool:
     return accelerator.COLLECTIVES.get(kind or "") == "nccl" and getattr(device, "type", kind) == kind
 
 
-def _wrap_horovod(module: ModuleType, session: ScriptSession | None) -> None:
+def _wrap_horovod(module: ModuleType, script: ScriptEngine | None) -> None:
     """Make `hvd.init` begin the session, and start Horovod among its ranks, whichever launcher started them.
 
     In a process that a script's own launcher has started, Horovod looks for its rank itself: see that it is right.
     """
 
     def init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        by_trainer = session is not None and session.has_trainer
+        by_trainer = script is not None and script.has_trainer
         if self.is_initialized() or STARTED_BY_TORCH.get() or by_trainer:
             result = original(self, *args, **kwargs)
-            if session is not None and session.is_in_charge:
+            if script is not None and script.is_in_charge:
                 atexit.unregister(self.shutdown)  # others may still exchange: the session ends it
             return result
-        from hvd_trainer.backends.horovod_start import start_rendezvous
+        from hvd_trainer.backends.horovod_start import serve_horovod
         from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, completes_asynchronously
         from hvd_trainer.rendezvous.ranks import check_world
 
-        if session is None or not session.is_in_charge:
+        if script is None or not script.is_in_charge:
             result = original(self, *args, **kwargs)
             check_world(detect(os.environ), "Horovod", self.rank(), self.size())
             return result
-        started = session.start(uses_nccl=bool(self.nccl_built()))
-        several = started.world.size > 1
-        variables = (
-            start_rendezvous(started.world, started.peers, started.store, started.address) if several else {}
-        )
+        started = script.meet(uses_nccl=bool(self.nccl_built()))
+        variables: dict[str, str] = {}
+        if started.world.size > 1:
+            interface = os.environ.get("HOROVOD_GLOO_IFACE")
+            variables = serve_horovod(started.world, started.peers, started.store, started.address, interface)
         if completes_asynchronously(self):
             variables |= {name: value for name, value in ASYNC_COMPLETION.items() if name not in os.environ}
         with set_variables(variables):
             result = original(self, *args, **kwargs)
         check_world(started.world, "Horovod", self.rank(), self.size())
-        session.attach_horovod(self.shutdown)
+        script.attach_horovod(self.shutdown)
         return result
 
     _wrap("init", init, module.HorovodBasics)

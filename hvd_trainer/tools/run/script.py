@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from hvd_trainer.backends.script_session import ScriptSession
+from hvd_trainer.backends.script_engine import ScriptEngine
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.launch.launchers import TORCH_NAMES, choose_launcher
 from hvd_trainer.launch.world import detect, rank_variables
@@ -43,18 +43,18 @@ def run_script(
     Args:
         job: the words behind `python`: a file, or -m and a module, and its arguments.
         options: with the engine, `horovod` or `ddp`.
-        timeout_s: as in `ScriptSession`.
+        timeout_s: as in `ScriptWatch`.
         bucket_mb: size of the buckets of DistributedDataParallel; None: as the script says.
 
     Exit codes are those of `run_job`, and of the script if it leaves by `sys.exit`.
     """
     job = [word.replace(LOCAL_RANK, str(detect(os.environ).local_rank)) for word in job]
-    session = ScriptSession(options, timeout_s=timeout_s)
-    hooks = engines.import_hooks(options.backend, session, bucket_mb=bucket_mb)
-    run_and_end(functools.partial(_run, job, options.backend, session, hooks), finish_threads_and_handlers)
+    script = ScriptEngine(options, timeout_s=timeout_s)
+    hooks = engines.import_hooks(options.backend, script, bucket_mb=bucket_mb)
+    run_and_end(functools.partial(_run, job, options.backend, script, hooks), finish_threads_and_handlers)
 
 
-def _run(job: Sequence[str], engine: str, session: ScriptSession, hooks: ImportHooks) -> None:
+def _run(job: Sequence[str], engine: str, script: ScriptEngine, hooks: ImportHooks) -> None:
     _set_variables(engine)
     hooks.install()
     if (message := Message.read(os.environ)) is not None:
@@ -63,23 +63,23 @@ def _run(job: Sequence[str], engine: str, session: ScriptSession, hooks: ImportH
         measure_script(message)
     left: SystemExit | None = None
     _warn_of_local_rank(job)
-    os._exit = functools.partial(_exit, session, os._exit)
+    os._exit = functools.partial(_exit, script, os._exit)
     try:
         execute(job)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
-            session.fail(leaving)
+            script.end(leaving)
             raise
         left = leaving
     except BaseException as error:
         error.__traceback__ = _users_part(error.__traceback__)
-        session.fail(error)
+        script.end(error)
         if sys.excepthook is not sys.__excepthook__:  # the script's own, such as a tracker of errors
             sys.excepthook(type(error), error, error.__traceback__)
         raise
-    engines.warn_if_alone(session)
+    engines.warn_if_alone(script)
     finish_threads_and_handlers()
-    session.finish(left)
+    script.end(left)
 
 
 def _warn_of_local_rank(job: Sequence[str]) -> None:
@@ -101,11 +101,11 @@ def _warn_of_local_rank(job: Sequence[str]) -> None:
         )
 
 
-def _exit(session: ScriptSession, leave: Callable[[int], NoReturn], status: int) -> NoReturn:
+def _exit(script: ScriptEngine, leave: Callable[[int], NoReturn], status: int) -> NoReturn:
     """Leave by `os._exit`; a rank that is done waits until all are: its end would be taken for a failure."""
     try:
         if status == 0:
-            session.finish()
+            script.end()
     finally:
         leave(status)
 

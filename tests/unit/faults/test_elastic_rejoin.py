@@ -14,11 +14,13 @@ from torch import nn
 from trainings import options_of, signs
 
 from hvd_trainer import Callback, RunView, Trainer, accuracy
-from hvd_trainer.backends import Backend
+from hvd_trainer.backends import Backend, EngineOptions
+from hvd_trainer.backends.session import Session
 from hvd_trainer.checkpoint import manager, storage
 from hvd_trainer.errors import CheckpointError, LaunchError
 from hvd_trainer.faults.activity import ExchangeAbortedError
 from hvd_trainer.faults.elastic import RescaleError
+from hvd_trainer.hvd.common import basics
 from hvd_trainer.launch.world import World
 
 STEPS = 10
@@ -135,5 +137,26 @@ def test_rejoin_retries_failed_rendezvous(lone_backend: Backend, monkeypatch: py
             raise trouble.pop()
 
     monkeypatch.setattr(lone_backend, "_start", start)
-    assert lone_backend.rejoin(RescaleError())
+    assert lone_backend.session.leave(RescaleError())
+    lone_backend.session.join_next_world(lone_backend)
     assert driver.past_worlds == 3
+
+
+def test_hvd_retries_failed_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first start had registered its process sets, and the second one none of its own."""
+    make, trouble = basics.Controller, [TimeoutError("the others did not take part")]
+
+    def controller(*args: Any) -> Any:
+        if trouble:
+            raise trouble.pop()
+        return make(*args)
+
+    monkeypatch.setattr(basics, "Controller", controller)
+    session = Session(EngineOptions(backend="ddp"), {})
+    session.driver = horovodrun()
+    runtime = basics.Runtime(session, {}, ())
+    session.join_next_world(runtime)
+    try:
+        assert runtime.controller(0).ranks == [0]
+    finally:
+        session.end()

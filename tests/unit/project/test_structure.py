@@ -256,6 +256,37 @@ def test_threads_that_may_touch_a_device_start_on_it() -> None:
     assert starting == {*BARE_THREADS}, "use utils.threads.start_thread, or say why not"
 
 
+AT_A_START = {
+    # Where ranks meet and are monitored, whichever engine they start then.
+    "connect.open_store": {"backends.session"},
+    "ranks.exchange_rank_info": {"backends.session"},
+    "choose_devices": {"backends.session"},
+    "keep_freed_memory": {"backends.session"},
+    "self._set_threads": {"backends.session"},
+    "MonitorServer": {"backends.session"},
+    "MonitorClient": {"backends.session"},
+    "stack_dump.register_signal": {"backends.session"},
+    "self.prepare_nccl": {"backends.session"},
+    "self._session.prepare_nccl": {"hvd.common.transport"},  # once there is a tensor on a GPU
+    # Who starts an engine among them: the Trainer, `hvd.init`, and the engines of a script.
+    "self.session.start": {"backends.base"},
+    "session.start": {"hvd.common.basics", "backends.script_engine"},
+    # Each start of Horovod itself: of the Trainer, of `hvd.init` in a script, and below torch.distributed.
+    "serve_horovod": {"backends.horovod", "tools.run.engines", "c10d.context"},
+}
+"""What is done once, at a start, for all roads: calls, and the modules that make them."""
+
+
+def test_starts_are_made_in_one_place() -> None:
+    """What only one of them did was missed on the others."""
+    calling: dict[str, set[str]] = {name: set() for name in AT_A_START}
+    for module, path in modules().items():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in calling:
+                calling[name].add(module)
+    assert calling == AT_A_START
+
+
 def test_training_loop_does_not_branch_on_the_rank() -> None:
     comparisons = [
         f"{name}:{node.lineno}"

@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 from hvd_trainer.backends import EngineOptions, create, process_group
 from hvd_trainer.backends.devices import choose_devices
+from hvd_trainer.backends.engine import Engine
 from hvd_trainer.backends.session import Session
 from hvd_trainer.errors import BackendError, LaunchError
+from hvd_trainer.hvd.common.basics import Runtime
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous import ranks
 from hvd_trainer.rendezvous.ranks import RankInfo
@@ -83,14 +85,18 @@ def test_each_rank_gets_its_gpu(driver: Driver) -> None:
     assert choose_devices(World(), "cpu")[0].type == "cpu"
 
 
-def test_engine_pins_its_rank_to_its_gpu_and_a_session_does_not(driver: Driver) -> None:
-    """`hvd.init` makes a session, and made a context before the script had chosen its GPU."""
-    backend = create(EngineOptions(backend="ddp", device="cuda"), {})
-    with closing(backend.session):
-        backend.session.connect()
-        assert (backend.device, driver.calls) == (torch.device("cuda", 0), [])
-        backend._connect()
-        assert driver.calls == [("set_device", 0)]
+@pytest.mark.parametrize(("pins", "calls"), [(True, [("set_device", 0)]), (False, [])])
+def test_engine_pins_its_rank_to_its_gpu_and_hvd_does_not(
+    pins: bool, calls: list[tuple[str, int]], driver: Driver
+) -> None:
+    """`hvd.init` made a context before the script had chosen its GPU."""
+    assert Engine.pins_device
+    assert not Runtime.pins_device
+    session, engine = Session(EngineOptions(device="cuda"), {}), Engine()
+    engine.pins_device = pins
+    with closing(session):
+        session.start(engine)
+        assert (session.device, driver.calls) == (torch.device("cuda", 0), calls)
 
 
 @pytest.mark.parametrize(("contexts", "chosen"), [((), None), ((1,), 1), ((0, 1), 0)])
