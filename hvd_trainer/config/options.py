@@ -27,7 +27,7 @@ class EngineOptions:
     device: Annotated[Literal["auto", "cpu", "cuda", "xpu"], COMMON] = "auto"
     """where to train: cuda is NVIDIA's and AMD's GPUs, xpu Intel's; auto takes a GPU per rank if there are any"""
     timeout_s: Annotated[float, Gt(0)] = 60.0
-    """once it trains, how long a rank may not get on (in seconds) before the job ends with all ranks' stacks"""
+    """once it trains, how many seconds a rank may make no progress before the job ends with all ranks' stacks"""
     startup_timeout_s: Annotated[float, Gt(0)] = 300.0
     """the same for the start, saving and callbacks; and how long a single exchange may take"""
     init_method: str | None = None
