@@ -89,7 +89,8 @@ def _rows(group: Any, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:
     lines = [("Option", "Explanation"), ("---", "---"), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return f'<div class="options" markdown>\n\n{text}\n\n</div>'
 
 
 def _type_in_words(hint: Any) -> str:

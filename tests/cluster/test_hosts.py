@@ -180,6 +180,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
+@requires("sysctl")
 @pytest.mark.parametrize("backend", ["horovod", "ddp"])
 @pytest.mark.parametrize("launcher", LAUNCHERS[1:])
 def test_ports_are_those_of_the_documented_commands(
