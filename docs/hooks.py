@@ -16,7 +16,6 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
-    "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
@@ -30,9 +29,16 @@ PAGES = {
 ORIGINS = {page: origin for origin, page in PAGES.items()}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 EXTERNAL = re.compile(r"<(?:script|link|img)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//")
+SOURCE = re.compile(r"^ +Source = (\S+)$", re.MULTILINE)
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
 
 log = logging.getLogger("mkdocs.hooks.hvd_trainer")
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Link every page to the repository, if setup.cfg has its address."""
+    address = SOURCE.search((ROOT / "setup.cfg").read_text())
+    config.repo_url = address[1] if address else None
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -52,6 +58,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def page_of(origin: str) -> str:
     """Return the page that shows a file or folder of the repository, relative to the site's root."""
+    if origin == "README.md":
+        return "index.md"
     if origin.startswith("docs/"):
         return origin.removeprefix("docs/")
     readme = posixpath.join(origin, "README.md")
@@ -79,7 +87,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return LINK.sub(rewrite, markdown)
 
 
-def on_post_page(output: str, page: Page, config: MkDocsConfig) -> None:
-    """Warn of scripts, styles and pictures from the network, which `--strict` refuses."""
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Load nothing from the network: warn of scripts, styles and pictures, which `--strict` refuses."""
     for found in EXTERNAL.findall(output):
         log.warning("%s loads something from the network: %s", page.file.src_uri, found)
+    # With this mark Material's script asks the code host for the number of stars.
+    return output.replace(' data-md-component="source"', "")

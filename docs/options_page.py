@@ -25,9 +25,9 @@ JOBS: dict[str, type[TrainerOptions]] = {"hvd_trainer.mnist": MnistOptions, "hvd
 INTRODUCTION = """\
 # Options
 
-Every option of a job, as its `--help-all` lists them. `--help` shows those in **bold**. A switch is typed as
-`--quiet`, and `--no-quiet` turns it off. In a YAML file for `--config FILE` the option has the same name without
-dashes in front (`batch_size: 64`). The command line wins over the file, and every run with `--log-dir` writes one,
+`--help-all` lists every option of a job, and `--help` those in **bold**. Type `--quiet` for a switch, and
+`--no-quiet` to turn it off. In a YAML file for `--config FILE` an option has the same name without dashes in front
+(`batch_size: 64`). The command line wins over the file. Every run with `--log-dir` writes such a file,
 `config.yaml`. Values out of range, and options that do not go together, are refused before anything starts, all at
 once.
 
@@ -68,7 +68,7 @@ def _groups(options: TrainerOptions, names: Iterable[str], heading: str) -> Iter
 
 
 def _rows(group: Any, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield option, type, default, range and explanation of each field."""
+    """Yield option and explanation of each field; the explanation ends with its type, range and default."""
     kind = type(group)
     hints, annotations = get_type_hints(kind), annotations_of(kind)
     spec = ConstructorRegistry.get_struct_spec(StructTypeInfo.make(kind, group, in_union_context=False))
@@ -77,18 +77,18 @@ def _rows(group: Any, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     for name in names:
         option = f"`{flag(name)}`"
         ranges = [bound.words for bound in map(read_range, annotations[name]) if bound is not None]
+        kind_and_range = ", ".join([_type_in_words(hints[name]), *ranges])
+        default = f"; default `{getattr(group, name)}`" if getattr(group, name) != () else ""
         yield (
             f"**{option}**" if COMMON in annotations[name] else option,
-            _type_in_words(hints[name]),
-            f"`{getattr(group, name)}`" if getattr(group, name) != () else "",
-            " and ".join(ranges),
-            _in_code(texts[name]),
+            f"{_in_code(texts[name])}<br>*{kind_and_range}{default}*",
         )
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [("Option", "Type", "Default", "Range", "Explanation"), ("---",) * 5, *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    lines = [("Option", "Explanation"), ("---", "---"), *rows]
+    text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return f'<div class="options" markdown>\n\n{text}\n\n</div>'
 
 
 def _type_in_words(hint: Any) -> str:

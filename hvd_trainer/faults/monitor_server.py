@@ -215,7 +215,7 @@ class MonitorServer(Monitor):
         heartbeat = report.heartbeats[rank]
         what = {
             "silent": f"has not answered for {heartbeat.silent_s:.0f} s: it is stopped, or its machine is",
-            "late": f"has not got on for {heartbeat.seconds + heartbeat.silent_s:.0f} s ("
+            "late": f"has made no progress for {heartbeat.seconds + heartbeat.silent_s:.0f} s ("
             + ("--timeout-s would end it" if goes_on else "if it may, raise --timeout-s")
             + ")",
             "crossed": "waits for the others and they for it: they have not made the same exchanges, or one takes "

@@ -37,7 +37,7 @@ JOB = [str(SUPPORT / "faulty_job.py"), "--epochs", "1000", "--timeout-s", str(TI
 
 
 GONE = "ended without a word"
-SILENT, LATE = "has not answered for", "has not got on for"
+SILENT, LATE = "has not answered for", "has made no progress for"
 RAISED = "raised an exception"
 # A selection: each launcher ends its ranks in its own way, and each hang takes a time limit.
 CASES = [

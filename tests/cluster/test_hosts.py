@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import digits_job
+import documents
 import process_tree
 import pytest
 import waiting
@@ -148,6 +150,59 @@ def test_two_ranks_on_each_host(launcher: str, backend: str, cluster: Cluster, s
     alone = shared / "alone"
     launch(QUICKEST, 4, [JOB, *OPTIONS, "--backend", backend, "--log-dir", str(alone)])
     assert (shared / "log/model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
+
+
+LISTENING = """
+import psutil
+from torch import nn, optim
+
+from hvd_trainer import Callback, ImageOptions, Trainer, TrainerOptions, load_images, run_job
+
+
+class Listening(Callback):
+    def on_epoch_end(self, run, record):
+        for socket in psutil.net_connections("tcp"):
+            if socket.status == "LISTEN":
+                print(f"listens at {socket.laddr.port}", flush=True)
+
+
+def main(options):
+    with Trainer(options) as trainer:
+        digits = load_images(ImageOptions(dataset="digits"), trainer.backend)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 10))
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        trainer.fit(model, optimizer, nn.functional.cross_entropy, digits.train, callbacks=[Listening()])
+
+
+if __name__ == "__main__":
+    run_job(TrainerOptions, main)
+"""
+
+
+@pytest.mark.long
+@requires("sysctl")
+@pytest.mark.parametrize("backend", ["horovod", "ddp"])
+@pytest.mark.parametrize("launcher", LAUNCHERS[1:])
+def test_ports_are_those_of_the_documented_commands(
+    launcher: str, backend: str, cluster: Cluster, shared: Path
+) -> None:
+    (shared / "job.py").write_text(LISTENING)
+    pair = cluster.hosts[:2]
+    (pin,) = (command for command in documents.commands() if command.startswith("sysctl"))
+    for host in pair:
+        host.run(shlex.split(pin))
+    argv = [str(shared / "job.py"), "--epochs", "1", "--backend", backend]
+    started_by = commands(launcher, pair, argv, 1)
+    if launcher == "mpirun":
+        (options,) = (code for code in documents.inline_code("docs/cluster.md") if "btl_tcp_port_min_v4" in code)
+        started_by = [(host, ["mpirun", *shlex.split(options), *words[1:]]) for host, words in started_by]
+    with typed(started_by, pair, shared) as running:
+        assert set(finish(running, shared)) == {0}, output(shared)
+    ports = {int(port) for port in re.findall(r"listens at (\d+)", output(shared))}
+    expected = {22, *range(50_000, 51_000), *(range(51_000, 51_200) if launcher == "mpirun" else ())}
+    (given,) = {int(port) for _, words in started_by for port in re.findall(r"\b296\d\d\b", " ".join(words))}
+    assert len(ports & set(range(50_000, 51_000))) > 2
+    assert not ports - expected - {given}
 
 
 SCRIPT = """

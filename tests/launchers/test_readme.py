@@ -29,6 +29,7 @@ pytestmark = pytest.mark.warm
 MAIN = "horovodrun -np 4 python -m hvd_trainer.mnist --data-dir ../shared/data/mnist"
 BY_HAND = next(command for command in documents.commands() if command.startswith("export WORLD_SIZE"))
 IMPORT = next(command for command in documents.commands() if command.startswith("sed"))
+BATCH_LINES = [command for command in documents.commands() if "--hostfile" in command]
 EXAMPLE = "examples/mnist/train.py --dataset digits --epochs 1"
 
 TYPED_HERE = (
@@ -71,11 +72,16 @@ TYPED_ELSEWHERE = {
             ("horovod", "examples/mnist/plain_ddp.py"),
         )
     },
-    **{
-        f"python -m hvd_trainer run -np 2 --backend {engine} -- train.py": ("test_run.py", '"-np", 2')
-        for engine in ("ddp", "horovod")
-    },
+    "hvd-trainer run -np 2 -- train.py": ("test_run.py", '"-np", 2'),
+    "hvd-trainer run -np 2 --backend horovod -- train.py": ("test_run.py", '"-np", 2'),
     IMPORT: (OWN, "test_a_script_needs_no_more_than_another_import"),
+    "git clone ADDRESS hvd_trainer": ("test_docs.py", "git clone"),
+    "cd hvd_trainer": ("test_docs.py", "git clone"),
+    **dict.fromkeys(BATCH_LINES, (OWN, "test_lines_for_batch_scripts_run")),
+    **dict.fromkeys(
+        (command for command in documents.commands() if command.startswith("sysctl")),
+        ("test_hosts.py", "test_ports_are_those_of_the_documented_commands"),
+    ),
     # The others begin with it.
     "make setup": (".ci/run", "make test"),
     "make test": (".ci/run", "make test"),
@@ -182,14 +188,15 @@ SEVERAL_HOSTS = re.compile(r"\bnode1\b|--ntasks-per-node")
 NOT_RUN = re.compile(r"^(docker|apptainer|enroot|kubectl|\.venv-peers/bin/\w+) ")
 
 OF_OTHERS = {
-    "Open MPI": {"--allow-run-as-root", "--bind-to", "--mca", "--oversubscribe"},
+    "Open MPI": {"--allow-run-as-root", "--bind-to", "--hostfile", "--map-by", "--mca", "--oversubscribe"},
     "Slurm": {
-        *("--array", "--cpus-per-task", "--distribution", "--gpu-bind", "--gpus-per-task", "--gres"),
-        *("--kill-on-bad-exit", "--mpi", "--ntasks", "--ntasks-per-node", "--open-mode", "--signal"),
+        *("--array", "--cpu-bind", "--cpus-per-task", "--distribution", "--gpu-bind", "--gpus-per-task", "--gres"),
+        *("--kill-on-bad-exit", "--mpi", "--ntasks", "--ntasks-per-node", "--ntasks-per-socket", "--open-mode"),
+        "--signal",
     },
     "torchrun": {
         *("--master-addr", "--master-port", "--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-endpoint"),
-        "--standalone",
+        *("--numa-binding", "--standalone"),
     },
     "horovodrun": {
         *("--elastic-timeout", "--host-discovery-script", "--max-np", "--min-np", "--network-interfaces"),
@@ -200,7 +207,7 @@ OF_OTHERS = {
     "a script of the reader": {"--snapshot"},
     "docker": {
         *("--build-arg", "--detach", "--device", "--ipc", "--no-healthcheck", "--profile"),
-        *("--shm-size", "--time", "--user"),
+        *("--shm-size", "--time", "--ulimit", "--user"),
     },
 }
 
@@ -286,6 +293,17 @@ def test_commands_run_as_they_stand(command: str, root: Path) -> None:
         )
         assert paragraph is not None
         assert {key for line in lines for key in json.loads(line)} == set(re.findall(r"`(\w+)`", paragraph[1]))
+
+
+@requires("mpirun", "horovod")
+@pytest.mark.parametrize("command", BATCH_LINES)
+def test_lines_for_batch_scripts_run(command: str, root: Path) -> None:
+    """With a scheduler's list of one host, which plays all of them."""
+    (root / "hosts").write_text("localhost\n" * 8)
+    (variable,) = set(re.findall(r"\$(\w+)", command))
+    fewer = command.replace("-np 8", "-np 2")
+    result = typed(f"export {variable}=hosts; {fewer} --dataset digits --epochs 1", root)
+    assert "2 ranks on 1 node, started by mpirun" in result.stdout
 
 
 def in_form(line: str) -> str:
@@ -374,7 +392,6 @@ def test_the_notebook_lines_run(root: Path) -> None:
     ("document", "file"),
     [
         ("README.md", "examples/first_job.py"),
-        ("docs/quickstart.md", "examples/mnist/train.py"),
         ("docs/quickstart.md", "examples/own_data.py"),
     ],
 )

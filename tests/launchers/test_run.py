@@ -457,7 +457,7 @@ FAULTS = [
     # The traceback has the script's own lines only.
     case("script", "ddp", "raise", (1,), OWN_LINE, PLANTED),
     # The other rank waits in a barrier, in C++, and is not the one to blame.
-    case("script", "ddp", "hang", (1,), r"has not got on for \d+ s", ASLEEP),
+    case("script", "ddp", "hang", (1,), r"has made no progress for \d+ s", ASLEEP),
     # It was left to the parent, as for `hvd_trainer.run`, and the command's parent prints nothing.
     case("horovod_script", "ddp", "die", (1, 137), "step 3, step: ended without a word, as by kill -9", ""),
     case("horovod_script", "ddp", "raise", (1,), "", PLANTED),
@@ -594,7 +594,7 @@ def test_slow_job_is_reported_once_and_goes_on(tmp_path: Path) -> None:
     result = run("-np", 2, "--", script)
     assert result.stdout == "done\n" * 2
     (said,) = re.findall("no progress, and the job goes on: rank 1 of 2 .*", result.stderr)
-    assert "has not got on for" in said
+    assert "has made no progress for" in said
     assert "time.sleep(9)" in result.stderr
     assert "stacks of all ranks: " in result.stderr
 

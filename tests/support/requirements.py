@@ -59,10 +59,12 @@ def _missing_hosts() -> str | None:
 
 PACKAGES = {
     "ch-run": "charliecloud",
+    "git": "git",
     "mpicxx": "libopenmpi-dev",
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
     "sshd": "openssh-server",
+    "sysctl": "procps",
 }
 """Programs that a test starts by themselves, with the Debian package that each is in."""
 

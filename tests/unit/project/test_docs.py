@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import documents
 import pytest
 from launchers import REPOSITORY
+from requirements import requires
 
 DOCS = REPOSITORY / "docs"
 
@@ -46,3 +52,81 @@ def test_the_strict_build_refuses_broken_links_and_the_network(tmp_path: Path) -
     assert f"Aborted with {len(BROKEN)} warnings" in done.stdout
     assert done.returncode == 1
     assert not [complaint for complaint in BROKEN.values() if complaint not in done.stderr]
+
+
+@requires("git")
+def test_the_first_command_clones_from_the_one_address(tmp_path: Path) -> None:
+    """setup.cfg has it; until then the README says ADDRESS."""
+    known = re.search(r"^ +Source = (\S+)$", (REPOSITORY / "setup.cfg").read_text(), re.MULTILINE)
+    first = next(command for command in documents.commands() if command.startswith("git clone"))
+    _, _, address, folder = shlex.split(first)
+    assert address == (known[1] if known else "ADDRESS")
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("this copy of the repository has no history to clone from")
+    clone = ["git", "clone", "--quiet", "--no-local", "--depth", "1"]
+    subprocess.run([*clone, REPOSITORY, tmp_path / folder], check=True)
+    assert (tmp_path / folder / "Makefile").exists()
+
+
+WITH_AN_ADDRESS = "project_urls =\n    Source = https://example.org/owner/hvd_trainer\n"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site of a repository that has an address."""
+    pytest.importorskip("mkdocs", reason="MkDocs is not installed: make docs")
+    root = tmp_path_factory.mktemp("site")
+    for path in REPOSITORY.glob("[!.]*"):
+        if path.name not in ("setup.cfg", "docs", "build"):
+            (root / path.name).symlink_to(path)
+    shutil.copytree(REPOSITORY / "docs", root / "docs")
+    (root / "setup.cfg").write_text(
+        re.sub(r"project_urls =\n(    \S.*\n)*", WITH_AN_ADDRESS, (REPOSITORY / "setup.cfg").read_text())
+    )
+    subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"], check=True, cwd=root)
+    return root / "build/site"
+
+
+WIDER = """() => [document.documentElement, ...document.querySelectorAll(".md-content pre code")]
+    .filter(block => block.scrollWidth > block.clientWidth + 1)
+    .map(block => block.textContent.trim().slice(0, 60))"""
+
+
+@pytest.fixture
+def opened(site: Path, browser: Any) -> Iterator[Any]:
+    """Return a function that opens a page of the site from its folder, at a width, without a network."""
+    asked: list[str] = []
+
+    def open_page(name: str, width: int) -> Any:
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(f"file://{site}/{name}")
+        return page
+
+    yield open_page
+    assert not [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
+
+
+@pytest.mark.long
+class TestSite:
+    """In a browser, as a reader sees it."""
+
+    def test_outputs_and_commands_do_not_scroll_sideways(self, site: Path, opened: Any) -> None:
+        written = {path.with_suffix(".html").name for path in (REPOSITORY / "docs").glob("*.md")}
+        wider = {name: opened(name, 1280).evaluate(WIDER) for name in sorted(written)}
+        assert not {name: texts for name, texts in wider.items() if texts}
+
+    def test_options_are_readable_on_a_phone(self, opened: Any) -> None:
+        cells = opened("options.html", 400).locator(".md-content td")
+        ends = cells.evaluate_all("cells => cells.map(cell => cell.getBoundingClientRect().right)")
+        assert len(ends) > 100
+        assert max(ends) <= 400
+
+    def test_search_finds_a_page_that_is_opened_from_a_folder(self, opened: Any) -> None:
+        page = opened("index.html", 1280)
+        page.get_by_role("textbox", name="Search").fill("requeue")
+        page.get_by_role("link", name=re.compile("Requeue by Slurm")).first.wait_for(timeout=20_000)
+
+    def test_every_page_leads_to_the_repository(self, opened: Any) -> None:
+        link = opened("install.html", 1280).locator("a.md-source").first
+        assert link.get_attribute("href") == "https://example.org/owner/hvd_trainer"
