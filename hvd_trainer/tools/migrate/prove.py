@@ -1,0 +1,79 @@
+"""Prove that a migrated script trains the same: run it beside the original by `hvd-trainer parity`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.migrate.migration import Migrated, trap_lines
+from hvd_trainer.tools.runner.folder import locked_folder
+
+AT_START = ("optimizer", "parameters")
+"""What a step before the training changes."""
+
+
+def prove(
+    migrated: Sequence[Migrated], script: Path, job: Sequence[str], ranks: int, steps: int, out: Path
+) -> int:
+    """Run the original and the result, print what parity says, and the lines behind a difference.
+
+    Args:
+        script: the file that is run.
+        job: its arguments.
+        out: folder for the copy of the script's folder, and for parity's results.
+
+    Returns:
+        Parity's exit code: 0 the same, 1 different, 2 a run has failed.
+
+    Raises:
+        OptionError: `out` is in use.
+    """
+    engine = "ddp" if PathFinder.find_spec("horovod") is None else "horovod"
+    with locked_folder(out.expanduser().resolve() / "migrate-run") as folder:
+        copy = folder / "new"
+        shutil.rmtree(copy, ignore_errors=True)
+        for path in script.parent.rglob("*.py"):
+            place = copy / path.relative_to(script.parent)
+            if not any(part.startswith((".", "venv", "runs")) for part in path.relative_to(script.parent).parts):
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, place)
+        for it in migrated:
+            if it.path.resolve().is_relative_to(script.parent.resolve()):
+                (copy / it.path.resolve().relative_to(script.parent.resolve())).write_text(it.after)
+        words = ["-np", str(ranks), "--steps", str(steps), "--out", str(folder), "--new", str(copy / script.name)]
+        code, finding = _parity([*words, "--backend", f"{engine},ddp"], [str(script), *job], folder)
+        if finding is None:
+            return code
+        lines = [line for it in migrated for line in trap_lines(it, finding["quantity"])]
+        is_trap = finding["step"] == 0 and finding["quantity"] in AT_START
+        if is_trap:
+            traps = [line for it in migrated for line in trap_lines(it, "optimizer")]
+            lines = traps or lines
+        print(
+            "\n".join(["Behind it:", *lines] if lines else ["No line of the diff is known to be behind it."]),
+            flush=True,
+        )
+        if is_trap and lines:
+            print("Without that trap of Horovod:", flush=True)
+            _parity([*words, "--backend", "ddp,ddp", "--no-exactly-horovod"], [str(script), *job], folder)
+        return code
+
+
+def _parity(words: Sequence[str], job: Sequence[str], folder: Path) -> tuple[int, dict[str, object] | None]:
+    """Return parity's exit code, and what differs first."""
+    report = folder / "parity.json"
+    report.unlink(missing_ok=True)
+    code = subprocess.run([sys.executable, "-m", "hvd_trainer", "parity", *words, "--", *job]).returncode
+    if not report.exists():
+        if code == 0:
+            raise OptionError(f"parity has left no {report}")
+        return code, None
+    pairs = json.loads(report.read_text())["pairs"]
+    findings = [finding for pair in pairs for finding in pair["findings"]]
+    return code, findings[0] if findings else None

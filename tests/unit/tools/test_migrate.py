@@ -1,0 +1,250 @@
+"""Test `migrate`: every rule on its own script, what is left, and what it says of files that it cannot migrate."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from migrate_cases import CASES
+
+from hvd_trainer import cli
+from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.migrate import cli as migrate_cli
+from hvd_trainer.tools.migrate.migration import Migrated, migrate
+from hvd_trainer.tools.migrate.table import BY_NAME, RULES, Rule
+
+IMPORT = "import torch\nimport horovod.torch as hvd\n"
+WRAPPED = """
+model = Net()
+optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), named_parameters=model.named_parameters(){})
+for data in load():
+    {}.backward()
+    optimizer.step()
+"""
+LEFT = {
+    "process sets": (IMPORT + "group = hvd.add_process_set([0, 1])\n", "dist.new_group(ranks)"),
+    "of a process set": (IMPORT + "hvd.allreduce_(x, process_set=group)\n", "hvd.allreduce_"),
+    "Adasum": (IMPORT + WRAPPED.format(", op=hvd.Adasum", "model(data)"), "Adasum has no counterpart in DDP"),
+    "Adasum by an option": (
+        IMPORT + WRAPPED.format(", op=hvd.Adasum if adasum else hvd.Average", "model(data)"),
+        "the script says so now",
+    ),
+    "elastic": (IMPORT + "@hvd.elastic.run\ndef train(state):\n    pass\n", "torchrun --max-restarts"),
+    "elastic sampler": (
+        IMPORT + "sampler = hvd.elastic.ElasticSampler(data)\nsampler.record_batch(0, 8)\n",
+        "hvd.elastic.ElasticSampler",
+    ),
+    "timelines": (IMPORT + "hvd.start_timeline('trace.json')\n", "torch.profiler"),
+    "horovod.run": ("import horovod\n\nif __name__ == '__main__':\n    horovod.run(main, np=2)\n", "horovod.run"),
+    "own compression": (
+        IMPORT + WRAPPED.format(", compression=TopK", "model(data)"),
+        "its compression is not hvd.Compression.fp16 or bf16",
+    ),
+    "changed API": (
+        IMPORT + WRAPPED.format(", topk=3", "model(data)"),
+        "its options are not those of one exchange",
+    ),
+    "dynamic names": (
+        IMPORT + "for name, value in metrics.items():\n    mean = hvd.allreduce(value, name=name)\n",
+        "hvd.allreduce",
+    ),
+    "gradients through a collective": (
+        IMPORT + "class Net:\n    def forward(self, x):\n        return head(hvd.allgather(x))\n",
+        "hvd.allgather",
+    ),
+    "methods": (IMPORT + WRAPPED.format("", "model.loss_of(data)"), "the training calls `model.loss_of`"),
+    "unknown function": (
+        IMPORT + WRAPPED.format("", "loss_of(model, data)"),
+        "the training gives the model to `loss_of`, which is not in these files",
+    ),
+    "no training": (IMPORT + WRAPPED.format("", "loss"), "no training call of the model is seen"),
+    "wrapped again": (
+        IMPORT
+        + WRAPPED.format("", "model(data)").replace(
+            "for data", "model, optimizer = amp(model, optimizer)\nfor data"
+        ),
+        "`model` is assigned again",
+    ),
+    "one of two models": (
+        IMPORT
+        + """
+def build(args):
+    model = Net()
+    if not args.horovod:
+        model = DataParallel(model)
+    else:
+        hvd.broadcast_parameters(model.state_dict())
+        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), named_parameters=model.named_parameters())
+    model(1).backward()
+""",
+        "another one on each side of the condition",
+    ),
+    "sum of unseen passes": (
+        IMPORT + WRAPPED.format(", op=hvd.Sum, backward_passes_per_step=2", "model(data)"),
+        "its sums of several passes are not seen",
+    ),
+    "unseen passes": (
+        IMPORT + WRAPPED.format(", backward_passes_per_step=2", "model(data)"),
+        "without it they are right, and slower",
+    ),
+    "a handle in a list": (IMPORT + "handles.append(hvd.allreduce_async_(x))\n", "hvd.allreduce_async_"),
+    "in a comprehension": (IMPORT + "means = [hvd.allreduce(x) for x in values]\n", "hvd.allreduce"),
+    "factors": (IMPORT + "x = hvd.allreduce(x, prescale_factor=0.5)\n", "hvd.allreduce"),
+    "splits": (IMPORT + "x, sizes = hvd.alltoall(x, splits)\n", "hvd.alltoall"),
+    "unknown calls": (IMPORT + "print(hvd.is_homogeneous())\n", "write it with torch.distributed"),
+    "hosts": ("horovodrun -np 4 -H node1:2,node2:2 python train.py\n", "--rdzv-endpoint"),
+}
+
+
+def one(text: str, name: str = "train.py") -> Migrated:
+    (result,) = migrate({Path(name): text})
+    return result
+
+
+def named(case: str) -> str:
+    return "train.sh" if case in ("horovodrun", "hosts") else "train.py"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rules_give_what_a_person_writes(case: str) -> None:
+    before, after = CASES[case]
+    result = one(before, named(case))
+    assert result.after == after
+    assert result.left == []
+    assert all(it.after == after for it in migrate({Path(named(case)): after})), (
+        "and a second time changes nothing"
+    )
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.names)
+def test_no_rule_can_be_missing(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in rule.names.split():
+        monkeypatch.delitem(BY_NAME, name)
+    before, after = CASES[rule.test]
+    results = migrate({Path(named(rule.test)): before})
+    assert [it.after for it in results] != [after]
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_left_is_listed_and_runs_on_hvd_trainer(case: str) -> None:
+    before, said = LEFT[case]
+    result = one(before, named(case))
+    assert any(said in f"{what}: {advice}" for _, what, advice in result.left), result.left
+    for line, what, _ in result.left:
+        word = what.removeprefix("hvd.").partition("=")[0].split(" ")[0]
+        assert word in result.before.splitlines()[line - 1], "the line is that of the file"
+    assert not re.search(r"^ *import horovod", result.after, re.MULTILINE), "nothing that is left needs Horovod"
+
+
+def test_what_is_left_starts_too() -> None:
+    result = one(IMPORT + "hvd.init()\nhvd.start_timeline('trace.json')\nprint(hvd.rank())\nhvd.shutdown()\n")
+    assert "from hvd_trainer import hvd\n" in result.after
+    assert "dist.init_process_group()\nhvd.init()\n" in result.after
+    assert "print(dist.get_rank())\ndist.destroy_process_group()\nhvd.shutdown()\n" in result.after
+
+
+def test_a_folder_is_migrated_together() -> None:
+    """The model, and hvd itself, go from file to file."""
+    main = "import horovod.torch as hvd\nfrom loop import train\nfrom log import say\n\nmodel = Net()\n"
+    main += "optimizer = SGD(model.parameters())\n"
+    main += "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
+    main += "train(model, optimizer)\nsay(hvd, 'done')\n"
+    loop = "def train(model, optimizer):\n    model(1).backward()\n    optimizer.step()\n"
+    loop += "    save(model.state_dict())\n"
+    loop += "    optimizer.synchronize()\n"
+    log = "def say(hvd, text):\n    if hvd.rank() == 0:\n        print(text)\n"
+    texts = {
+        Path("main.py"): main,
+        Path("loop.py"): loop,
+        Path("log.py"): log,
+        Path("other.py"): "def train(x): pass\n",
+    }
+    results = {it.path.stem: it for it in migrate(texts)}
+    assert "train(ddp_model, optimizer)\nsay('done')" in results["main"].after
+    assert results["loop"].after == loop.replace("model.state", "model.module.state").replace(
+        "    optimizer.synchronize()\n", ""
+    )
+    assert "def say(text):\n    if dist.get_rank() == 0" in results["log"].after
+    assert "import torch.distributed as dist\n" in results["log"].after
+    assert results["other"].after == results["other"].before
+    assert not any(it.left for it in results.values())
+
+
+def test_names_of_the_file_are_not_taken() -> None:
+    result = one(IMPORT + "dist = 3\nDDP = 4\nprint(hvd.rank(), dist)\n" + WRAPPED.format("", "model(data)"))
+    assert "print(torch.distributed.get_rank(), dist)" in result.after
+    assert "ddp_model = torch.nn.parallel.DistributedDataParallel(model" in result.after
+    reused = one("import torch.distributed as td\n" + IMPORT + "hvd.barrier()\n")
+    assert reused.after == "import torch.distributed as td\nimport torch\ntd.barrier()\n"
+
+
+# The command.
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(CASES["world"][0])
+    subprocess.run(["git", "-C", str(tmp_path), "init", "-q"], check=True)
+    subprocess.run(["git", "-C", str(tmp_path), "add", "."], check=True)
+    words = ["-c", "user.name=me", "-c", "user.email=me@here", "commit", "-qm", "begin"]
+    subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    return path
+
+
+def test_the_command_prints_a_diff_and_writes_when_it_is_told_to(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beside = script.with_name("README.md")
+    beside.write_text("    horovodrun -np 4 python train.py\n")
+    assert cli.main(["migrate", str(script)]) == 0
+    printed = capsys.readouterr().out
+    assert "-thvd.barrier()\n" in printed
+    assert "+dist.barrier()\n" in printed
+    assert "+    torchrun --nproc-per-node 4 train.py" in printed
+    assert script.read_text() == CASES["world"][0]
+    subprocess.run(["git", "-C", str(script.parent), "add", "."], check=True)
+    assert cli.main(["migrate", str(script), "--write", "--force"]) == 0
+    assert script.read_text() == CASES["world"][1]
+    assert beside.read_text() == "    torchrun --nproc-per-node 4 train.py\n"
+
+
+def test_changes_that_git_does_not_have_are_not_overwritten(script: Path) -> None:
+    script.write_text(script.read_text() + "print(3)\n")
+    with pytest.raises(OptionError, match="has changes that git does not have. Commit them, or type --force"):
+        migrate_cli.main([str(script), "--write"])
+    assert "print(3)" in script.read_text()
+    assert migrate_cli.main([str(script), "--write", "--force"]) == 0
+
+
+def test_something_left_has_its_own_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(LEFT["timelines"][0] + "# Horovod's\n")
+    assert migrate_cli.main([str(path)]) == 3
+    printed = capsys.readouterr().out
+    assert f"{path}:3: hvd.start_timeline: record a trace by torch.profiler" in printed
+    assert "still speak of Horovod" in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import horovod.torch as hvd\nprint 'old'\n", "is not Python 3, in line 2"),
+        ("print(3)\n", "does not use horovod.torch: there is nothing to migrate"),
+        ("import horovod.tensorflow as hvd\n", "only horovod.torch is migrated"),
+        ("import horovod.tensorflow.keras as hvd\n", "only horovod.torch is migrated"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    with pytest.raises(OptionError, match=said):
+        migrate_cli.main([str(path)])
+
+
+def test_libcst_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migrate_cli.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(OptionError, match=r"Type: pip install 'hvd_trainer\[migrate\]'"):
+        migrate_cli.main(["train.py"])
