@@ -1,4 +1,4 @@
-"""`hvd-trainer migrate train.py`: from `horovod.torch` to torch.distributed and DistributedDataParallel, as a diff."""
+"""`hvd-trainer migrate train.py`: from `horovod.torch` to torch.distributed and DDP, as a diff."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ COLOURS = {"+": "32", "-": "31", "@": "36"}
 class Options:
     """Rewrite scripts for horovod.torch into ones for torch.distributed and DistributedDataParallel.
 
-    Prints a diff. Exit codes: 0 all is migrated, 3 something is left, which is listed, 2 a mistake. With --prove the
-    first file is run, with the words behind --, as it is and as the diff has it.
+    Prints a diff. Exit codes: 0 all is migrated, 3 something is left, which is listed, 2 a mistake. With --prove
+    the first file is run, with the words behind --, as it is and as the diff has it.
     """
 
     files: Annotated[Positional[tuple[Path, ...]], arg(metavar="FILE")]
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _files(given: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files to migrate: those that are given, those of folders that use Horovod, and scripts beside them.
+    """Yield the files to migrate: those that are given, those of folders, and scripts beside them.
 
     Raises:
         OptionError: one is not there, or not for horovod.torch.

@@ -7,6 +7,7 @@ model          a parameter (or attribute) elsewhere, to which `ddp_model` is pas
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import libcst as cst
 from libcst import matchers as m
@@ -84,19 +85,7 @@ def follow(
         elif isinstance(parent, cst.Attribute):
             _take_attribute(holder, parent, node)
         elif isinstance(parent, cst.Arg):
-            place = folder.parameter(source, parent)
-            if place is not None:
-                holder.passed.append(
-                    (node, follow(folder, place[0], str(place[0].key(place[1].name)), None, seen))
-                )
-            elif (
-                _is_used(source, source.parents[parent])
-                and _has_backward(source, parent)
-                and not _is_quiet(source, parent)
-            ):
-                raise NotFollowedError(
-                    f"the training gives the model to `{_callee(source, parent)}`, which is not in these files"
-                )
+            _take_argument(folder, holder, parent, node, seen)
         elif returned := _returned_to(folder, source, node):
             holder.passed += [(node, follow(folder, *place, None, seen)) for place in returned]
         elif isinstance(parent, cst.Assign) and len(parent.targets) == 1:
@@ -106,6 +95,26 @@ def follow(
             if alias != key:
                 holder.passed.append((node, follow(folder, source, alias, None, seen)))
     return holder
+
+
+def _take_argument(
+    folder: Folder, holder: Holder, arg: cst.Arg, node: cst.BaseExpression, seen: frozenset[str]
+) -> None:
+    source, call = holder.source, holder.source.parents[arg]
+    place = folder.parameter(source, arg)
+    if place is not None:
+        key = str(place[0].key(place[1].name))
+        holder.passed.append((node, follow(folder, place[0], key, None, seen)))
+        return
+    if not _is_used(source, call):
+        return
+    if _has_backward(source, arg) and not _is_quiet(source, arg):
+        callee = source.code(call.func) if isinstance(call, cst.Call) else source.code(call)
+        raise NotFollowedError(f"the training gives the model to `{callee}`, which is not in these files")
+    assigned = source.parents.get(call)
+    target = source.key(assigned.targets[0].target) if isinstance(assigned, cst.Assign) else None
+    if target not in (None, holder.key) and follow(folder, source, str(target), None, seen).trains:
+        raise NotFollowedError(f"the model is trained as `{source.code(assigned.targets[0].target)}`")  # type: ignore
 
 
 def _returned_to(folder: Folder, source: Source, node: cst.BaseExpression) -> list[tuple[Source, str]]:
@@ -122,7 +131,7 @@ def _returned_to(folder: Folder, source: Source, node: cst.BaseExpression) -> li
             assigned = other.parents[call]
             if _name(call.func) != function.name.value or not isinstance(assigned, cst.Assign):
                 continue
-            target = assigned.targets[0].target
+            target: Any = assigned.targets[0].target
             if isinstance(parent, cst.Element) and isinstance(target, cst.Tuple):
                 target = target.elements[returned.value.elements.index(parent)].value  # type: ignore[union-attr]
             if (key := other.key(target)) is not None:
@@ -184,11 +193,6 @@ def _is_used(source: Source, call: cst.CSTNode) -> bool:
 def _has_backward(source: Source, node: cst.CSTNode) -> bool:
     """Return whether the function around a node trains."""
     return bool(m.findall(source.function(node) or source.module, m.Call(m.Attribute(attr=m.Name("backward")))))
-
-
-def _callee(source: Source, arg: cst.Arg) -> str:
-    call = source.parents[arg]
-    return source.code(call.func) if isinstance(call, cst.Call) else source.code(call)
 
 
 def _is_before(source: Source, node: cst.CSTNode, statement: cst.CSTNode | None) -> bool:

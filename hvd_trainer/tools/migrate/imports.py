@@ -37,9 +37,9 @@ def name_of_distributed(text: str) -> str:
 
 def left_over(source: Source) -> Iterator[tuple[cst.CSTNode, str]]:
     """Yield what still refers to Horovod, with its qualified name."""
-    for node in source.find(source.module, cst.BaseExpression):  # type: ignore[type-abstract]
+    for node in [*source.find(source.module, cst.Name), *source.find(source.module, cst.Attribute)]:
         parent = source.parents.get(node)
-        if not isinstance(node, (cst.Name, cst.Attribute)) or isinstance(parent, cst.AssignTarget):
+        if isinstance(parent, cst.AssignTarget):
             continue
         if (
             source.around(node, cst.Import)
@@ -61,19 +61,15 @@ class Importer(cst.CSTTransformer):
         self.lines = [it for it in needed if not self._has(it, before)]
         self.used = {source.code(node).split(".")[0] for node, name in left_over(source) if name != "horovod.run"}
         self.source, self.depth = source, 0
+        self.added: list[Any] = []
 
     def _has(self, line: str, before: str) -> bool:
-        name = line.split()[-1]
+        """Return whether a file has an import that binds the same name."""
+        name = re.escape(line.split()[-1])
+        pattern = rf"^\s*(from|import) .*\b{name}\b"
         if line.startswith("import ") and " as " not in line:
-            return (
-                re.search(
-                    rf"^import {re.escape(name)}\b(?! as)|^import [^\n]*, {re.escape(name)}\b(?!\.)|^import {re.escape(name)}\.",
-                    before,
-                    re.M,
-                )
-                is not None
-            )
-        return re.search(rf"^\s*(from|import) .*\b{name}\b", before, re.M) is not None
+            pattern = rf"^import ([^\n]*, )?{name}(\.[\w.]+)?(,|\s*$)"
+        return re.search(pattern, before, re.MULTILINE) is not None
 
     def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:  # noqa: D102, N802
         self.depth += 1
@@ -92,9 +88,9 @@ class Importer(cst.CSTTransformer):
     def leave_Try(self, original: cst.Try, updated: cst.Try) -> cst.BaseStatement | cst.RemovalSentinel:  # noqa: D102, N802
         return updated if updated.body.body else cst.RemoveFromParent()
 
-    def leave_SimpleStatementLine(
+    def leave_SimpleStatementLine(  # noqa: D102, N802
         self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
-    ) -> Any:  # noqa: D102, N802
+    ) -> Any:
         small = original.body[0]
         if "horovod" not in self.used and re.search(r"\bhorovod\.run\(", self.source.code(original)):
             package, _, last = STANDS_IN["horovod"].rpartition(".")
@@ -128,6 +124,8 @@ class Importer(cst.CSTTransformer):
         if not new:
             return cst.RemoveFromParent()
         new[0] = new[0].with_changes(leading_lines=updated.leading_lines)
+        if self.depth == 0:
+            self.added = self.added or new
         return cst.FlattenSentinel(new)
 
     def _bound(self, alias: cst.ImportAlias) -> str:
@@ -135,6 +133,13 @@ class Importer(cst.CSTTransformer):
 
     def leave_Module(self, original: cst.Module, updated: cst.Module) -> cst.Module:  # noqa: D102, N802
         body = list(updated.body)
+        place = body.index(self.added[0]) if self.added else 0
+        after = place + len(self.added)
+        torch = m.SimpleStatementLine(body=[m.Import([m.ImportAlias(m.Name("torch"))])])
+        if self.added and after < len(body) and m.matches(body[after], torch):  # first torch, and then its parts
+            first, moved = body[place], body.pop(after)
+            body[place] = first.with_changes(leading_lines=moved.leading_lines)
+            body.insert(place, moved.with_changes(leading_lines=first.leading_lines))
         for line in self.lines:
             body = _insert(body, line)
         return updated.with_changes(body=body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,8 +36,8 @@ class Migrated:
 
     def diff(self) -> str:
         """Return the unified diff."""
-        sides = (text.splitlines(keepends=True) for text in (self.before, self.after))
-        return "".join(difflib.unified_diff(*sides, str(self.path), str(self.path)))
+        before, after = self.before.splitlines(keepends=True), self.after.splitlines(keepends=True)
+        return "".join(difflib.unified_diff(before, after, str(self.path), str(self.path)))
 
 
 def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
@@ -87,10 +88,9 @@ def _migrate_all(folder: Folder, keep: bool) -> list[Migrated]:
     _end(folder, edits, plans)
     results = []
     for source in folder.sources:
-        rewriter = Rewriter(
-            source, edits[source.path], plans, name_of_distributed(source.text), keep=keep, is_sure=not reasons,
-            optimizers=optimizers, loads=loads, without=lambda arg, source=source: _is_passed(folder, source, arg),
-        )  # fmt: skip
+        dist, is_sure = name_of_distributed(source.text), bool(calls) and not reasons
+        without = functools.partial(_is_passed, folder, source)
+        rewriter = Rewriter(source, edits[source.path], plans, dist, keep, is_sure, optimizers, loads, without)
         text = source.module.visit(rewriter).code
         if "DDP" in source.text and DDP not in source.text:
             text = re.sub(r"= DDP\(", "= torch.nn.parallel.DistributedDataParallel(", text)
@@ -146,7 +146,9 @@ def _apply(plan: Wrapping, edits: Mapping[Path, Edits], optimizers: set[str]) ->
     if plan.passes is not None and not passes:
         if plan.hook == "sum_gradients":
             return False
-        advice = f"put all passes but the last under `with {plan.name}.no_sync():`; without it they are right, and slower"
+        advice = (
+            f"put all passes but the last under `with {plan.name}.no_sync():`: it is right without, and slower"
+        )
         plan.notes.append((plan.source.line(plan.optimizer), "backward_passes_per_step", advice))
     for path, renamed in changes:
         edits[path].renamed |= renamed
@@ -170,7 +172,7 @@ def _end(folder: Folder, edits: Mapping[Path, Edits], plans: list[Wrapping]) -> 
     for source in folder.sources:
         for call in source.find(source.module, cst.Call):
             statement = statement_of(source, call)
-            body = list(getattr(source.parents.get(statement), "body", ())) if statement else []  # type: ignore[arg-type]
+            body = list(getattr(source.parents.get(statement), "body", ())) if statement else []
             if (
                 source.horovod(call.func) != "join"
                 or "join" not in BY_NAME
@@ -220,7 +222,9 @@ def _finish(
             isinstance(it, cst.Call) and changed.horovod(it.func) and it.func is not node
             for it in changed.ancestors(node)
         )
-        if (keep and what in ("init", "shutdown")) or is_part:
+        around = changed.parents.get(node)
+        is_start = keep and what in ("init", "shutdown") and isinstance(around, cst.Call) and not around.args
+        if is_start or is_part:
             continue
         line = lines.get(changed.line(node), changed.line(node))
         advice = BY_HAND.get(what.split(".")[0], OTHERWISE)

@@ -1,9 +1,10 @@
-"""Find the passes of an accumulated step: the loop, which of its passes is the last, and the statements of a pass."""
+"""Find the passes of an accumulated step: the loop, its last pass, and the statements of a pass."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import libcst as cst
 from libcst import matchers as m
@@ -49,11 +50,16 @@ def find_passes(source: Source, call: cst.Call, optimizers: set[str]) -> Passes 
         return None
     statements = body[body.index(inside[0]) : body.index(back[-1]) + 1]
     steps = [it for it in source.find(function or source.module, cst.Call) if _is_step(source, it, optimizers)]
+    steps = [it for it in steps if source.function(it) is function]
+    if any(_gives_away(source, it, optimizers) for it in source.find(loop, cst.Call)):
+        return None
     within = [it for it in steps if loop in source.ancestors(it)]
     if not within:
         return _by_place(source, loop, statements) if steps else None
-    condition = source.around(within[0], cst.If)
-    if condition is None or condition not in body or body.index(condition) <= body.index(statements[-1]):
+    held = {part for part in body for it in within if part in source.ancestors(it)}
+    condition: Any = next(iter(held))
+    is_one = len(held) == 1 and len(within) == len(steps) and isinstance(condition, cst.If)
+    if not is_one or condition.orelse is not None or body.index(condition) <= body.index(statements[-1]):
         return None
     names = {source.code(it) for it in source.find(condition.test, cst.Name)}
     between = body[body.index(inside[0]) : body.index(condition)]
@@ -64,6 +70,14 @@ def find_passes(source: Source, call: cst.Call, optimizers: set[str]) -> Passes 
         if source.is_target(it) or isinstance(source.parents[it], cst.AugAssign)
     }
     return None if names & changed else Passes(statements, source.code(condition.test))
+
+
+def _gives_away(source: Source, call: cst.Call, optimizers: set[str]) -> bool:
+    """Return whether a call gets an optimizer, and may make its step."""
+    given = {source.code(arg.value).split(".")[-1] for arg in call.args}
+    return bool(given & optimizers) and not m.matches(
+        call.func, m.Attribute(attr=m.OneOf(m.Name("step"), m.Name("unscale_")))
+    )
 
 
 def _is_step(source: Source, call: cst.Call, optimizers: set[str]) -> bool:

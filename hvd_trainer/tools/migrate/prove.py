@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.migrate.migration import Migrated, trap_lines
@@ -65,7 +66,7 @@ def prove(
         return code
 
 
-def _parity(words: Sequence[str], job: Sequence[str], folder: Path) -> tuple[int, dict[str, object] | None]:
+def _parity(words: Sequence[str], job: Sequence[str], folder: Path) -> tuple[int, dict[str, Any] | None]:
     """Return parity's exit code, and what differs first."""
     report = folder / "parity.json"
     report.unlink(missing_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import libcst as cst
@@ -12,39 +12,17 @@ from libcst import matchers as m
 
 from hvd_trainer.tools.migrate.source import Source
 from hvd_trainer.tools.migrate.table import BY_NAME, Rule
-from hvd_trainer.tools.migrate.wrapping import Wrapping, bind, owner_of, statement_of
+from hvd_trainer.tools.migrate.wrapping import Wrapping, bind, owner_of, root_of, statement_of
 
-FRESH = {
-    *(
-        "tensor",
-        "stack",
-        "cat",
-        "zeros",
-        "ones",
-        "full",
-        "sum",
-        "mean",
-        "clone",
-        "norm",
-        "as_tensor",
-        "FloatTensor",
-    ),
-    *(
-        "Tensor",
-        "LongTensor",
-        "IntTensor",
-        "zeros_like",
-        "ones_like",
-        "std",
-        "var",
-        "max",
-        "min",
-        "item",
-        "arange",
-    ),
+CREATED = {
+    *("tensor", "zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like"),
+    *("Tensor", "FloatTensor", "LongTensor", "IntTensor", "DoubleTensor"),
 }
+"""Calls whose result is a tensor of its own, in no graph."""
+COMPUTED = {"stack", "cat", "sum", "mean", "clone", "norm", "std", "var"}
 """Calls whose result is a tensor of its own."""
-NAMES = {"all": "gathered", "bro": "received", "gro": "reduced", "red": "reduced"}
+NAMES = {"gather": "gathered", "broadcast": "received", "alltoall": "received"}
+"""What a new variable is called."""
 OPS = {"Sum": "", "Average": "", "Min": ", op=dist.ReduceOp.MIN", "Max": ", op=dist.ReduceOp.MAX"}
 OPS["Product"] = ", op=dist.ReduceOp.PRODUCT"
 Changed = cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel
@@ -93,9 +71,17 @@ class Rewriter(cst.CSTTransformer):
     """
 
     def __init__(
-        self, source: Source, edits: Edits, plans: Sequence[Wrapping], dist: str, *, keep: bool, is_sure: bool,
-        optimizers: set[str], loads: set[str], without: Callable[[cst.Arg], bool],
-    ) -> None:  # fmt: skip
+        self,
+        source: Source,
+        edits: Edits,
+        plans: Sequence[Wrapping],
+        dist: str,
+        keep: bool,
+        is_sure: bool,
+        optimizers: set[str],
+        loads: set[str],
+        without: Callable[[cst.Arg], bool],
+    ) -> None:
         self.source, self.edits, self.plans, self.dist = source, edits, plans, dist
         self.keep, self.is_sure, self.optimizers, self.loads, self.without = (
             keep,
@@ -172,7 +158,7 @@ class Rewriter(cst.CSTTransformer):
         if original in self.edits.at_end:
             last = self._parse_all(self.edits.at_end[original])
             last[0] = last[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
-            body = list(updated.body.body)
+            body: list[Any] = list(updated.body.body)
             place = len(body) - m.matches(body[-1], m.SimpleStatementLine(body=[m.Return()]))
             updated = updated.with_deep_changes(updated.body, body=[*body[:place], *last, *body[place:]])
         if isinstance(self.source.parents.get(original), cst.If) and isinstance(original, cst.If):  # an elif
@@ -181,8 +167,10 @@ class Rewriter(cst.CSTTransformer):
         texts = [*self.edits.before.get(original, []), *frame.lines, *self.edits.instead.get(original, [])]
         kept: list[Any] = [] if is_removed or original in self.edits.instead else [updated]
         if isinstance(updated, cst.With) and self._skips(original):
-            body = updated.body.body
-            kept = list(body) if isinstance(updated.body, cst.IndentedBlock) else [cst.SimpleStatementLine(body)]  # type: ignore[arg-type]
+            block: Any = updated.body
+            kept = (
+                list(block.body) if isinstance(block, cst.IndentedBlock) else [cst.SimpleStatementLine(block.body)]
+            )
             about = " ".join(it.comment.value for it in updated.leading_lines if it.comment)
             is_about = re.search("wait|synchron|skip|allreduce|horovod", about, re.IGNORECASE)
             kept[0] = kept[0].with_changes(leading_lines=() if is_about else updated.leading_lines)
@@ -287,8 +275,8 @@ class Rewriter(cst.CSTTransformer):
     def _target(self, call: cst.CSTNode) -> str | None:
         """Return the variable that a call's result is assigned to."""
         parent = self.source.parents[call]
-        simple = m.Assign(targets=[m.AssignTarget(m.Name())])
-        return self.source.code(parent.targets[0].target) if m.matches(parent, simple) else None  # type: ignore[attr-defined]
+        is_simple = isinstance(parent, cst.Assign) and m.matches(parent, m.Assign([m.AssignTarget(m.Name())]))
+        return self.source.code(parent.targets[0].target) if is_simple else None  # type: ignore[attr-defined]
 
     def _by_template(self, rule: Rule, original: cst.Call, updated: cst.Call) -> str | None:
         if not rule.signature and not rule.lines:
@@ -304,80 +292,75 @@ class Rewriter(cst.CSTTransformer):
 
     def _fill(self, rule: Rule, original: cst.Call, updated: cst.Call) -> tuple[list[str], str] | None:
         """Return the statements and the expression of a rule with lines; None if the call is left."""
-        old = bind(original, rule.signature.split())
+        names = rule.signature.split()
+        old, new = bind(original, names), bind(updated, names) or {}
         if old is None or not self._can_stand_before(original) or self._is_differentiated(rule, original):
             return None
-        new = bind(updated, rule.signature.split()) or {}
         values = {name: self.source.module.code_for_node(arg.value) for name, arg in new.items()}
-        codes = {
-            name: self.source.horovod(old[name].value) if name in old else None for name in ("compression", "op")
-        }
-        if "compression" in old and codes["compression"] != "Compression.none":
+        compression, op = (
+            self.source.horovod(old[it].value) if it in old else None for it in ("compression", "op")
+        )
+        if ("compression" in old and compression != "Compression.none") or self._is_dynamic(old.get("name")):
             return None
-        if {"splits", "process_set", "prescale_factor", "postscale_factor"} & {*old} or self._is_dynamic(
-            old.get("name")
-        ):
+        op = {"True": "Average", "False": "Sum"}.get(
+            values.get("average", "None"), op if "op" in old else "Average"
+        )
+        if "splits" in old or op not in OPS:
             return None
-        op = "Sum" if values.get("average") == "False" else codes["op"] if "op" in old else "Average"
-        if op not in OPS or values.get("average", "None") not in ("True", "False", "None"):
-            return None
-        frame = self.frames[-1]
-        first = rule.signature.split()[0]
-        tensor = values[first]
-        is_name = re.fullmatch(r"[\w.]+(\[[^\[\]]*\])?", tensor) is not None
-        lines = list(rule.lines)
-        if lines[0] == "{x} = {%s}" % first and is_name:
+        tensor, lines, frame = values[names[0]], list(rule.lines), self.frames[-1]
+        if lines[0] == f"{{x}} = {{{names[0]}}}" and re.fullmatch(r"[\w.]+(\[[^\[\]]*\])?", tensor):
             x, lines = tensor, lines[1:]
         else:
-            x = self._target(original) if rule.result == "{x}" else None
-            x = x or self._new_name(
-                NAMES.get(rule.names[:3], "reduced")
-                if "gather" in rule.names or rule.names[:3] != "all"
-                else "reduced"
-            )
-        if any("{tensor:name}" in it for it in [*lines, rule.result]) and not re.fullmatch(r"[\w.]+", tensor):
-            tensor, text = self._new_name("sent"), tensor
-            lines.insert(0, f"{tensor} = {text}")
-        fields = {
-            "x": x, "tensor": tensor, "tensor:name": tensor, "tensors": tensor, "obj": tensor,
-            "copy": f"{tensor}.clone()" if self._is_own(original, tensor) else self._copy(old[first].value, tensor), "op": OPS[op],
-            "divided": f" /= {'dist.get_world_size()'}" if op == "Average" else "",
-            "root_rank": values.get("root_rank", "0"),
-        }  # fmt: skip
-        if x == tensor and self._is_own(original, x):
+            word = next((word for part, word in NAMES.items() if part in rule.names), "reduced")
+            x = (self._target(original) if rule.result == "{x}" else None) or self._new_name(word)
+        if "{tensor:name}" in "".join(lines) and not re.fullmatch(r"[\w.]+", tensor):
+            lines.insert(0, f"{self._new_name('sent')} = {tensor}")
+            tensor = self._new_name("sent")
+        is_own = self._is_own(original, tensor)
+        if x == tensor and is_own:
             lines = [it for it in lines if it != "{x} = {copy}"]
-        texts = [
-            "\n".join(row for row in it.split("\n") if op == "Average" or "{divided}" not in row) for it in lines
-        ]
-        texts = [re.sub(r"\{([\w:]+)\}", lambda it: fields[it[1]], text) for text in texts if text]
+        fields = dict.fromkeys(("tensor", "tensor:name", "tensors", "obj"), tensor) | {
+            "x": x,
+            "copy": f"{tensor}.clone()" if is_own else self._copy(old[names[0]].value, tensor),
+            "op": OPS[op],
+            "divided": " /= dist.get_world_size()",
+            "root_rank": values.get("root_rank", "0"),
+        }
         frame.names |= {x, tensor}
-        return texts, re.sub(r"\{([\w:]+)\}", lambda it: fields[it[1]], rule.result)
+        rows = [[row for row in it.split("\n") if op == "Average" or "{divided}" not in row] for it in lines]
+        texts = [
+            re.sub(r"\{([\w:]+)\}", lambda it: fields[it[1]], it) for it in (*map("\n".join, rows), rule.result)
+        ]
+        return [it for it in texts[:-1] if it], texts[-1]
 
     def _new_name(self, base: str) -> str:
         taken = self.words | self.frames[-1].names
         return next(it for it in (base, *(f"{base}_{number}" for number in range(2, 99))) if it not in taken)
 
     def _copy(self, node: cst.BaseExpression, text: str) -> str:
-        name = node.func.attr if m.matches(node, m.Call(m.Attribute())) else getattr(node, "func", None)  # type: ignore[attr-defined]
-        if isinstance(node, cst.BinaryOperation) or (isinstance(name, cst.Name) and name.value in FRESH):
+        """Return the text of a tensor that nothing else refers to, and that is in no graph."""
+        name = getattr(getattr(node, "func", None), "attr", None) or getattr(node, "func", None)
+        called = name.value if isinstance(name, cst.Name) else ""
+        detached = "" if re.search(r"\.detach\(\)|\.data\b", text) else ".detach()"
+        if called in CREATED:
             return text
         if not isinstance(node, (cst.Name, cst.Attribute, cst.Call, cst.Subscript)):
             text = f"({text})"
-        return text + (".clone()" if re.search(r"\.detach\(\)|\.data\b", text) else ".detach().clone()")
+        return (
+            text + detached + ("" if called in COMPUTED or isinstance(node, cst.BinaryOperation) else ".clone()")
+        )
 
     def _is_own(self, call: cst.CSTNode, name: str) -> bool:
         """Return whether a variable was assigned a new tensor by the statement before."""
         statement = statement_of(self.source, call)
-        block = self.source.parents.get(statement) if statement else None
-        body: Sequence[cst.CSTNode] = getattr(block, "body", ())
-        before = body[body.index(statement) - 1] if statement in body and body.index(statement) else None
-        value = (
-            before.body[0].value
-            if m.matches(before, m.SimpleStatementLine(body=[m.Assign()]))
-            and self.source.code(before.body[0].targets[0].target) == name
-            else None
-        )  # type: ignore
-        return value is not None and not self._copy(value, "x").endswith("clone()")
+        body: Any = getattr(self.source.parents.get(statement), "body", ()) if statement else ()
+        place = list(body).index(statement) if statement in body else 0
+        before: Any = body[place - 1] if place else None
+        if before is None or not m.matches(before, m.SimpleStatementLine(body=[m.Assign()])):
+            return False
+        assigned = before.body[0]
+        is_it = self.source.code(assigned.targets[0].target) == name
+        return is_it and not self._copy(assigned.value, "x").endswith(")")
 
     def _can_stand_before(self, node: cst.CSTNode) -> bool:
         """Return whether statements before the one around an expression are run just as often as it."""
@@ -385,12 +368,8 @@ class Rewriter(cst.CSTTransformer):
         for it in self.source.ancestors(node):
             if isinstance(it, (cst.Lambda, cst.BaseComp, cst.Param, cst.Decorator, cst.While, cst.Assert)):
                 return False
-            if (
-                isinstance(it, cst.IfExp)
-                and child is not it.test
-                or isinstance(it, cst.BooleanOperation)
-                and child is not it.left
-            ):
+            is_late = isinstance(it, cst.IfExp) and child is not it.test
+            if is_late or (isinstance(it, cst.BooleanOperation) and child is not it.left):
                 return False
             if isinstance(it, AROUND):
                 is_elif = isinstance(it, cst.If) and isinstance(self.source.parents.get(it), cst.If)
@@ -442,7 +421,7 @@ class Rewriter(cst.CSTTransformer):
 
     def rule_init(self, rule: Rule, original: cst.Call, updated: cst.Call) -> str | None:
         """Start the process group; Horovod, too, where some of it is left."""
-        if original.args or not self._is_statement(original):
+        if not self._is_statement(original) or (original.args and not self.keep):
             return None
         if self.keep:
             self.frames[-1].lines.append(rule.result)
@@ -482,12 +461,12 @@ class Rewriter(cst.CSTTransformer):
             frame.is_done = False
             return None
         model = owner_of(original.args[0].value)
-        root = self.source.code(bound["root_rank"].value) if "root_rank" in bound else "0"
+        root = root_of(self.source, original)
         if statement in self.places:
             frame.lines += self.places[statement].lines
             return "None"
         for plan in self.plans:
-            same = plan.source is self.source and self.source.key(model) == plan.key
+            same = plan.source is self.source and self.source.key(model) == plan.key and root == "0"
             if (
                 same
                 and self.source.function(original) is self.source.function(plan.place)
@@ -527,31 +506,19 @@ class Rewriter(cst.CSTTransformer):
 
     def rule_allreduce_async(self, rule: Rule, original: cst.Call, updated: cst.Call) -> str | None:
         """Start an exchange whose handle is a variable, and keep for later what follows the wait."""
-        name, handle = str(self.source.horovod(original.func)), self._target(original)
-        base = BY_NAME.get(name.replace("_async", ""))
-        function = self.source.function(original) or self.source.module
-        waits = [
-            it for it in self.source.find(function, cst.Call)
-            if self.source.horovod(it.func) == "synchronize" and it.args and self.source.code(it.args[0].value) == handle
-        ]  # fmt: skip
-        uses = (
-            self.source.uses.get(str(self.source.key(self.source.parents[original].targets[0].target)), [])
-            if handle
-            else []
-        )  # type: ignore[attr-defined]
-        if (
-            base is None
-            or len(waits) != 1
-            or len(uses) != 2
-            or self.source.line(waits[0]) <= self.source.line(original)
-        ):
+        base = BY_NAME.get(str(self.source.horovod(original.func)).replace("_async", ""))
+        handle, assigned = self._target(original), self.source.parents[original]
+        if base is None or handle is None or not isinstance(assigned, cst.Assign):
             return None
-        made = self._fill(
-            rule=Rule(base.names, base.result + " ", base.why, base.test, base.lines, base.signature),
-            original=original,
-            updated=updated,
-        )
-        if made is None:
+        uses = self.source.uses[str(self.source.key(assigned.targets[0].target))]
+        calls = [
+            self.source.parents[self.source.parents[it]] for it in uses if it is not assigned.targets[0].target
+        ]
+        waits = [it for it in calls if isinstance(it, cst.Call) and self.source.horovod(it.func) == "synchronize"]
+        is_later = bool(waits) and self.source.line(waits[0]) > self.source.line(original)
+        # Its result is a variable of its own, whatever `synchronize` is assigned to.
+        made = self._fill(replace(base, result=base.result + " "), original, updated)
+        if made is None or not is_later or len(uses) != 2:
             return None
         lines, result = made
         place = next(number for number, line in enumerate(lines) if line.startswith("dist."))

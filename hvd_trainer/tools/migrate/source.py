@@ -53,7 +53,7 @@ class Source:
         while isinstance(root, cst.Attribute):
             root = root.value
         scope = self.scopes.get(node) if isinstance(root, cst.Name) else None
-        found = {it.name for it in scope.get_qualified_names_for(node)} if scope is not None else set()  # type: ignore[arg-type]
+        found = {it.name for it in scope.get_qualified_names_for(node)} if scope is not None else set()
         for name in [*found]:
             parameter = next((it for it in self.passed if name == it or name.startswith(it + ".")), None)
             if parameter is not None:
@@ -63,7 +63,7 @@ class Source:
     def imported(self, node: cst.CSTNode) -> set[str]:
         """Return the qualified names of what a name or an attribute refers to, if that is imported."""
         scope = self.scopes.get(node)
-        found = scope.get_qualified_names_for(node) if scope is not None else ()  # type: ignore[arg-type]
+        found = scope.get_qualified_names_for(node) if scope is not None else ()
         return {it.name for it in found if it.source is QualifiedNameSource.IMPORT}
 
     def horovod(self, node: cst.CSTNode) -> str | None:
@@ -87,13 +87,12 @@ class Source:
 
     def find(self, root: cst.CSTNode, kind: type[T]) -> list[T]:
         """Return all nodes of a kind below a node, in their order."""
-        known = self._below.get(root)
-        if known is None:
-            known = self._below[root] = [
-                root,
-                *(it for child in root.children for it in self.find(child, cst.CSTNode)),
-            ]
-        return [it for it in known if isinstance(it, kind)]
+        return [it for it in self._all(root) if isinstance(it, kind)]
+
+    def _all(self, root: cst.CSTNode) -> list[cst.CSTNode]:
+        if root not in self._below:
+            self._below[root] = [root, *(it for child in root.children for it in self._all(child))]
+        return self._below[root]
 
     def key(self, node: cst.CSTNode) -> str | None:
         """Return what identifies a variable in this file: `main.<locals>.model`, or `Class.self.model`."""
@@ -110,11 +109,12 @@ class Source:
     def uses(self) -> dict[str, list[cst.BaseExpression]]:
         """All places of each variable, by its key."""
         result: dict[str, list[cst.BaseExpression]] = defaultdict(list)
-        for node in self.find(self.module, cst.BaseExpression):  # type: ignore[type-abstract]
+        for node in self._all(self.module):
             parent = self.parents.get(node)
             is_part = isinstance(parent, cst.Attribute) and parent.attr is node
             is_keyword = isinstance(parent, cst.Arg) and parent.keyword is node
-            if not is_part and not is_keyword and (key := self.key(node)):
+            key = None if is_part or is_keyword else self.key(node)
+            if key is not None and isinstance(node, cst.BaseExpression):
                 result[key].append(node)
         return result
 
@@ -145,7 +145,7 @@ class Folder:
                     place[0].passed.add(str(place[0].key(place[1].name)))
 
     def parameter(self, source: Source, arg: cst.Arg) -> tuple[Source, cst.Param] | None:
-        """Return the parameter of a function of the folder, or of a class's `__init__`, that an argument is for."""
+        """Return the parameter of a function, or of a class's `__init__`, that an argument is for."""
         call = source.parents[arg]
         if not isinstance(call, cst.Call) or arg.star:
             return None

@@ -73,9 +73,9 @@ RULES = (
     Rule(
         "DistributedOptimizer",
         "ddp_model = DDP(model, broadcast_buffers=False), and the optimizer as it is",
-        "Forward calls of the training go through `ddp_model`; `model` keeps its name for `state_dict`, so that old "
-        "checkpoints load. Each rank keeps its own batch-norm statistics, as under Horovod. Every parameter must take "
-        "part in each backward pass, else DDP says so (`find_unused_parameters=True`).",
+        "Forward calls of the training go through `ddp_model`; `model` keeps its name for `state_dict`, so that "
+        "old checkpoints load. Each rank keeps its own batch-norm statistics, as under Horovod. Every parameter "
+        "must take part in each backward pass, else DDP says so (`find_unused_parameters=True`).",
         "optimizer",
         special=True,
         shows="gradients",
@@ -91,8 +91,9 @@ RULES = (
     Rule(
         "broadcast_optimizer_state",
         "nothing; after a load dist.broadcast_object_list of its state",
-        "A new optimizer has no state to send. Horovod makes some up by a step with gradients of zero, after which "
-        "Adam's first step is 0.744 of what it should be, and weight decay has moved the weights: now it is right.",
+        "A new optimizer has no state to send. Horovod makes some up by a step with gradients of zero, after "
+        "which Adam's first step is 0.744 of what it should be, and weight decay has moved the weights: now it is "
+        "right.",
         "optimizer state",
         special=True,
         shows="optimizer",
@@ -124,8 +125,8 @@ RULES = (
     Rule(
         "compression",
         "ddp_model.register_comm_hook(None, fp16_compress_wrapper(average_gradients)), or bf16_compress_hook",
-        "PyTorch's fp16_compress_hook divides before the sum, which loses small gradients in fp16 that Horovod keeps; "
-        "in bf16 nothing is lost.",
+        "PyTorch's fp16_compress_hook divides before the sum, which loses small gradients in fp16 that Horovod "
+        "keeps; in bf16 nothing is lost.",
         "compression",
         special=True,
         shows="gradients",
@@ -147,10 +148,11 @@ RULES = (
     Rule(
         "allreduce",
         "{x}",
-        "torch.distributed reduces in place, so on a copy, without its graph. Gloo has no average: sum, then divide.",
+        "torch.distributed reduces in place, so on a copy, without its graph. Gloo has no average: sum, then "
+        "divide.",
         "allreduce",
         lines=("{x} = {copy}", SUM, AVERAGE),
-        signature=REDUCED + " prescale_factor postscale_factor process_set",
+        signature=REDUCED,
         shows="loss",
     ),
     Rule(
@@ -307,6 +309,7 @@ BY_HAND = {
     "elastic": "start by torchrun --max-restarts, and load the last checkpoint at the start",
     "start_timeline": "record a trace by torch.profiler",
     "stop_timeline": "record a trace by torch.profiler",
+    "init": "make a group by dist.new_group(ranks), and give it to the collectives: group=...",
     "run": "start the script by torchrun --nproc-per-node N",
     "Compression": "write a hook for ddp_model.register_comm_hook",
 }

@@ -1,7 +1,8 @@
-"""Plan where a model is wrapped by DistributedDataParallel in place of a `DistributedOptimizer`, and with which hook."""
+"""Plan where DistributedDataParallel wraps a model in place of a `DistributedOptimizer`, and with which hook."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,10 +13,10 @@ from hvd_trainer.tools.migrate.flow import OF_DDP, Holder, NotFollowedError, fol
 from hvd_trainer.tools.migrate.source import Folder, Source
 from hvd_trainer.tools.migrate.table import BY_NAME
 
-SIGNATURE = (
-    "optimizer named_parameters compression backward_passes_per_step op gradient_predivide_factor num_groups groups "
-    "sparse_as_dense process_set"
-).split()
+SIGNATURE = [
+    *("optimizer", "named_parameters", "compression", "backward_passes_per_step", "op"),
+    *("gradient_predivide_factor", "num_groups", "groups", "sparse_as_dense", "process_set"),
+]
 HOOKS = {
     "sum_gradients": '''
 def sum_gradients(state, bucket):
@@ -118,10 +119,20 @@ def plan(folder: Folder, source: Source, call: cst.Call, only: bool) -> Wrapping
         sent = owner_of(broadcast.args[0].value)
         is_same = model is not None and other is source and other.key(sent) == source.key(model)
         line = statement_of(other, broadcast)
-        if line is not None and (is_same or (only and (model is None or source.key(model) is None))):
+        if (
+            line is not None
+            and root_of(other, broadcast) == "0"
+            and (is_same or (only and (model is None or source.key(model) is None)))
+        ):
             where, place, owner = other, line, sent
             break
     key = where.key(owner) if owner is not None else None
+    if (
+        named is None
+        and owner is not None
+        and not _has_only(source, options["optimizer"].value, where.code(owner))
+    ):
+        owner = None
     if owner is None or key is None:
         raise NotFollowedError(
             "it is not seen which model it trains: name it, as in named_parameters=model.named_parameters()"
@@ -147,6 +158,12 @@ def plan(folder: Folder, source: Source, call: cst.Call, only: bool) -> Wrapping
     return result
 
 
+def root_of(source: Source, broadcast: cst.Call) -> str:
+    """Return the rank whose parameters are broadcast."""
+    bound = bind(broadcast, ["params", "root_rank", "process_set"]) or {}
+    return source.code(bound["root_rank"].value) if "root_rank" in bound else "0"
+
+
 def broadcasts(folder: Folder) -> list[tuple[Source, cst.Call]]:
     """Return all calls of broadcast_parameters."""
     return [
@@ -155,6 +172,13 @@ def broadcasts(folder: Folder) -> list[tuple[Source, cst.Call]]:
         for call in source.find(source.module, cst.Call)
         if source.horovod(call.func) == "broadcast_parameters" and call.args
     ]
+
+
+def _has_only(source: Source, optimizer: cst.BaseExpression, model: str) -> bool:
+    """Return whether an optimizer is seen to have the parameters of one model, and no others."""
+    made = [source.parents[source.parents[it]] for it in source.uses.get(str(source.key(optimizer)), [])]
+    text = "".join(source.code(it.value) for it in made if isinstance(it, cst.Assign)) or source.code(optimizer)
+    return {*re.findall(r"([\w.]+)\.(?:named_)?parameters\(", text)} == {model}
 
 
 def _moves_later(source: Source, key: str, place: cst.CSTNode) -> bool:

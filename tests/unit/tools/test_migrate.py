@@ -81,13 +81,28 @@ def build(args):
 """,
         "another one on each side of the condition",
     ),
+    "trained by another name": (
+        IMPORT
+        + WRAPPED.format("", "wrapped(data)").replace(
+            "for data", "def use():\n    run(compile(model))\n\nfor data"
+        )
+        + "\n\ndef run(net):\n    net(1).backward()\n\n\ndef other():\n    net = compile(model)\n    run(net)\n",
+        "the model is trained as `net`",
+    ),
+    "an optimizer of two models": (
+        IMPORT
+        + "hvd.broadcast_parameters(one.state_dict())\nopt = SGD(chain(one.parameters(), two.parameters()))\n"
+        + "opt = hvd.DistributedOptimizer(opt)\none(1).backward()\n",
+        "it is not seen which model it trains",
+    ),
+    "groups at the start": (IMPORT + "hvd.init(process_sets=[hvd.ProcessSet([0])])\n", "hvd.init"),
     "sum of unseen passes": (
         IMPORT + WRAPPED.format(", op=hvd.Sum, backward_passes_per_step=2", "model(data)"),
         "its sums of several passes are not seen",
     ),
     "unseen passes": (
         IMPORT + WRAPPED.format(", backward_passes_per_step=2", "model(data)"),
-        "without it they are right, and slower",
+        "it is right without, and slower",
     ),
     "a handle in a list": (IMPORT + "handles.append(hvd.allreduce_async_(x))\n", "hvd.allreduce_async_"),
     "in a comprehension": (IMPORT + "means = [hvd.allreduce(x) for x in values]\n", "hvd.allreduce"),
@@ -136,6 +151,32 @@ def test_what_is_left_is_listed_and_runs_on_hvd_trainer(case: str) -> None:
         word = what.removeprefix("hvd.").partition("=")[0].split(" ")[0]
         assert word in result.before.splitlines()[line - 1], "the line is that of the file"
     assert not re.search(r"^ *import horovod", result.after, re.MULTILINE), "nothing that is left needs Horovod"
+
+
+def test_weights_of_another_rank_are_sent_by_a_broadcast() -> None:
+    """DDP sends those of rank 0."""
+    result = one(
+        IMPORT
+        + "model = Net()\nhvd.broadcast_parameters(model.state_dict(), root_rank=1)\n"
+        + WRAPPED.format("", "model(data)").replace("model = Net()\n", "")
+    )
+    assert "dist.broadcast(tensor.detach(), src=1)" in result.after
+    assert result.after.index("src=1") < result.after.index("DDP(model")
+
+
+def test_gradients_that_are_left_at_the_end_are_exchanged() -> None:
+    """A step behind the loop takes those of passes that were none's last: then all passes exchange."""
+    before = CASES["passes by number"][0].replace("\n\n\ntrain(", "\n    optimizer.step()\n\n\ntrain(")
+    result = one(before)
+    assert "no_sync" not in result.after
+    assert [what for _, what, _ in result.left] == ["backward_passes_per_step"]
+
+
+def test_a_lone_part_of_a_training_keeps_its_waits() -> None:
+    """The optimizer is made in a file that was not given."""
+    text = "import horovod.torch as hvd\ndef train(optimizer):\n    optimizer.synchronize()\n"
+    text += "    with optimizer.skip_synchronize():\n        optimizer.step()\n    print(hvd.rank())\n"
+    assert one(text).after.count("synchronize") == 2
 
 
 def test_what_is_left_starts_too() -> None:
