@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from hvd_trainer.tools.migrate.migration import migrate
-from hvd_trainer.tools.migrate.table import BY_HAND, RULES, Rule
+from hvd_trainer.tools.migrate.table import TABLE, Rule
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("tests/scripts/horovod_mnist.py", "examples/mnist/plain_horovod.py")
@@ -70,8 +70,8 @@ then compares once more, with a Horovod that does not.
 
 def page() -> str:
     """Return the page."""
-    rows = [f"| {_calls(rule)} | {_becomes(rule)} | {rule.why} | {rule.test} |\n" for rule in RULES]
-    left = [f"| `{name}` | {advice} |\n" for name, advice in BY_HAND.items()]
+    rows = [f"| {_calls(rule)} | {_becomes(rule)} | {rule.why} | {rule.test} |\n" for rule in TABLE.rules]
+    left = [f"| `{name}` | {advice} |\n" for name, advice in TABLE.by_hand.items()]
     return "".join([BEGIN, *rows, LEFT, *left, MORE_LEFT, *map(_diff, SCRIPTS)])
 
 

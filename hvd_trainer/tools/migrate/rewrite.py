@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import libcst as cst
+import msgspec
 from libcst import matchers as m
 
+from hvd_trainer.tools.migrate.expressions import (
+    AROUND,
+    can_stand_before,
+    copy_of,
+    is_differentiated,
+    is_dynamic,
+    is_own,
+    target_of,
+)
 from hvd_trainer.tools.migrate.source import Source
 from hvd_trainer.tools.migrate.table import BY_NAME, Rule
 from hvd_trainer.tools.migrate.wrapping import Wrapping, bind, owner_of, root_of, statement_of
 
-CREATED = {
-    *("tensor", "zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like"),
-    *("Tensor", "FloatTensor", "LongTensor", "IntTensor", "DoubleTensor"),
-}
-"""Calls whose result is a tensor of its own, in no graph."""
-COMPUTED = {"stack", "cat", "sum", "mean", "clone", "norm", "std", "var"}
-"""Calls whose result is a tensor of its own."""
 NAMES = {"gather": "gathered", "broadcast": "received", "alltoall": "received"}
 """What a new variable is called."""
 OPS = {"Sum": "", "Average": "", "Min": ", op=dist.ReduceOp.MIN", "Max": ", op=dist.ReduceOp.MAX"}
 OPS["Product"] = ", op=dist.ReduceOp.PRODUCT"
 Changed = cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel
-AROUND = (cst.SimpleStatementLine, cst.If, cst.For, cst.With, cst.While, cst.Try, cst.FunctionDef, cst.ClassDef)
 
 
 @dataclass
@@ -272,12 +274,6 @@ class Rewriter(cst.CSTTransformer):
     def _is_statement(self, call: cst.CSTNode) -> bool:
         return isinstance(self.source.parents[call], cst.Expr)
 
-    def _target(self, call: cst.CSTNode) -> str | None:
-        """Return the variable that a call's result is assigned to."""
-        parent = self.source.parents[call]
-        is_simple = isinstance(parent, cst.Assign) and m.matches(parent, m.Assign([m.AssignTarget(m.Name())]))
-        return self.source.code(parent.targets[0].target) if is_simple else None  # type: ignore[attr-defined]
-
     def _by_template(self, rule: Rule, original: cst.Call, updated: cst.Call) -> str | None:
         if not rule.signature and not rule.lines:
             return rule.result if not original.args and rule.result.endswith(")") else None
@@ -287,20 +283,28 @@ class Rewriter(cst.CSTTransformer):
         lines, result = made
         frame = self.frames[-1]
         frame.lines += lines
-        frame.is_done = result == self._target(original) or (self._is_statement(original) and "(" not in result)
+        frame.is_done = result == target_of(self.source, original) or (
+            self._is_statement(original) and "(" not in result
+        )
         return result
 
     def _fill(self, rule: Rule, original: cst.Call, updated: cst.Call) -> tuple[list[str], str] | None:
         """Return the statements and the expression of a rule with lines; None if the call is left."""
         names = rule.signature.split()
         old, new = bind(original, names), bind(updated, names) or {}
-        if old is None or not self._can_stand_before(original) or self._is_differentiated(rule, original):
+        if (
+            old is None
+            or not can_stand_before(self.source, original)
+            or is_differentiated(self.source, rule, original)
+        ):
             return None
         values = {name: self.source.module.code_for_node(arg.value) for name, arg in new.items()}
         compression, op = (
             self.source.horovod(old[it].value) if it in old else None for it in ("compression", "op")
         )
-        if ("compression" in old and compression != "Compression.none") or self._is_dynamic(old.get("name")):
+        if ("compression" in old and compression != "Compression.none") or is_dynamic(
+            self.source, old.get("name")
+        ):
             return None
         op = {"True": "Average", "False": "Sum"}.get(
             values.get("average", "None"), op if "op" in old else "Average"
@@ -312,16 +316,16 @@ class Rewriter(cst.CSTTransformer):
             x, lines = tensor, lines[1:]
         else:
             word = next((word for part, word in NAMES.items() if part in rule.names), "reduced")
-            x = (self._target(original) if rule.result == "{x}" else None) or self._new_name(word)
+            x = (target_of(self.source, original) if rule.result == "{x}" else None) or self._new_name(word)
         if "{tensor:name}" in "".join(lines) and not re.fullmatch(r"[\w.]+", tensor):
             lines.insert(0, f"{self._new_name('sent')} = {tensor}")
             tensor = self._new_name("sent")
-        is_own = self._is_own(original, tensor)
-        if x == tensor and is_own:
+        is_new = is_own(self.source, original, tensor)
+        if x == tensor and is_new:
             lines = [it for it in lines if it != "{x} = {copy}"]
         fields = dict.fromkeys(("tensor", "tensor:name", "tensors", "obj"), tensor) | {
             "x": x,
-            "copy": f"{tensor}.clone()" if is_own else self._copy(old[names[0]].value, tensor),
+            "copy": f"{tensor}.clone()" if is_new else copy_of(old[names[0]].value, tensor),
             "op": OPS[op],
             "divided": " /= dist.get_world_size()",
             "root_rank": values.get("root_rank", "0"),
@@ -336,86 +340,6 @@ class Rewriter(cst.CSTTransformer):
     def _new_name(self, base: str) -> str:
         taken = self.words | self.frames[-1].names
         return next(it for it in (base, *(f"{base}_{number}" for number in range(2, 99))) if it not in taken)
-
-    def _copy(self, node: cst.BaseExpression, text: str) -> str:
-        """Return the text of a tensor that nothing else refers to, and that is in no graph."""
-        name = getattr(getattr(node, "func", None), "attr", None) or getattr(node, "func", None)
-        called = name.value if isinstance(name, cst.Name) else ""
-        detached = "" if re.search(r"\.detach\(\)|\.data\b", text) else ".detach()"
-        if called in CREATED:
-            return text
-        if not isinstance(node, (cst.Name, cst.Attribute, cst.Call, cst.Subscript)):
-            text = f"({text})"
-        return (
-            text + detached + ("" if called in COMPUTED or isinstance(node, cst.BinaryOperation) else ".clone()")
-        )
-
-    def _is_own(self, call: cst.CSTNode, name: str) -> bool:
-        """Return whether a variable was assigned a new tensor by the statement before."""
-        statement = statement_of(self.source, call)
-        body: Any = getattr(self.source.parents.get(statement), "body", ()) if statement else ()
-        place = list(body).index(statement) if statement in body else 0
-        before: Any = body[place - 1] if place else None
-        if before is None or not m.matches(before, m.SimpleStatementLine(body=[m.Assign()])):
-            return False
-        assigned = before.body[0]
-        is_it = self.source.code(assigned.targets[0].target) == name
-        return is_it and not self._copy(assigned.value, "x").endswith(")")
-
-    def _can_stand_before(self, node: cst.CSTNode) -> bool:
-        """Return whether statements before the one around an expression are run just as often as it."""
-        child = node
-        for it in self.source.ancestors(node):
-            if isinstance(it, (cst.Lambda, cst.BaseComp, cst.Param, cst.Decorator, cst.While, cst.Assert)):
-                return False
-            is_late = isinstance(it, cst.IfExp) and child is not it.test
-            if is_late or (isinstance(it, cst.BooleanOperation) and child is not it.left):
-                return False
-            if isinstance(it, AROUND):
-                is_elif = isinstance(it, cst.If) and isinstance(self.source.parents.get(it), cst.If)
-                return not is_elif
-            child = it
-        return False
-
-    def _is_differentiated(self, rule: Rule, call: cst.Call) -> bool:
-        """Return whether gradients may flow through the result, as they do in Horovod."""
-        function = self.source.function(call)
-        if "tensor" not in rule.signature or function is None:
-            return False
-        around = {
-            self.source.code(it.func).split(".")[-1]
-            for it in self.source.ancestors(call)
-            if isinstance(it, cst.Call)
-        }
-        quiet = r"\.detach\(|\.data\b|\.item\(|no_grad|torch\.tensor\("
-        if around & {"item", "float", "tolist", "numpy"} or re.search(quiet, self.source.code(call)):
-            return False
-        if any(
-            isinstance(it, cst.With) and "no_grad" in self.source.code(it.items[0].item)
-            for it in self.source.ancestors(call)
-        ):
-            return False
-        target, text = self._target(call), self.source.code(function)
-        return (
-            "loss" in function.name.value
-            or function.name.value == "forward"
-            or bool(target and re.search(rf"\b{target}\b[^\n]*\.backward\(", text))
-        )
-
-    def _is_dynamic(self, name: cst.Arg | None) -> bool:
-        """Return whether a name is one by which ranks may ask in different orders."""
-        if name is None:
-            return False
-        own = {self.source.code(it) for it in self.source.find(name.value, cst.Name)}
-        if any(self.source.horovod(it.func) == "rank" for it in self.source.find(name.value, cst.Call)):
-            return True
-        loops = [it for it in self.source.ancestors(name) if isinstance(it, cst.For)]
-        unordered = [
-            it for it in loops if re.search(r"\.(items|keys|values)\(\)$|^set\(", self.source.code(it.iter))
-        ]
-        return any(
-            own & {self.source.code(it) for it in self.source.find(loop.target, cst.Name)} for loop in unordered
-        )
 
     # Special rules. Each returns the expression that stands for the call, or None if it is left.
 
@@ -507,7 +431,7 @@ class Rewriter(cst.CSTTransformer):
     def rule_allreduce_async(self, rule: Rule, original: cst.Call, updated: cst.Call) -> str | None:
         """Start an exchange whose handle is a variable, and keep for later what follows the wait."""
         base = BY_NAME.get(str(self.source.horovod(original.func)).replace("_async", ""))
-        handle, assigned = self._target(original), self.source.parents[original]
+        handle, assigned = target_of(self.source, original), self.source.parents[original]
         if base is None or handle is None or not isinstance(assigned, cst.Assign):
             return None
         uses = self.source.uses[str(self.source.key(assigned.targets[0].target))]
@@ -517,7 +441,7 @@ class Rewriter(cst.CSTTransformer):
         waits = [it for it in calls if isinstance(it, cst.Call) and self.source.horovod(it.func) == "synchronize"]
         is_later = bool(waits) and self.source.line(waits[0]) > self.source.line(original)
         # Its result is a variable of its own, whatever `synchronize` is assigned to.
-        made = self._fill(replace(base, result=base.result + " "), original, updated)
+        made = self._fill(msgspec.structs.replace(base, result=base.result + " "), original, updated)
         if made is None or not is_later or len(uses) != 2:
             return None
         lines, result = made

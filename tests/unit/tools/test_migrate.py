@@ -13,7 +13,7 @@ from hvd_trainer import cli
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.migrate import cli as migrate_cli
 from hvd_trainer.tools.migrate.migration import Migrated, migrate
-from hvd_trainer.tools.migrate.table import BY_NAME, RULES, Rule
+from hvd_trainer.tools.migrate.table import BY_NAME, TABLE, Rule
 
 IMPORT = "import torch\nimport horovod.torch as hvd\n"
 WRAPPED = """
@@ -133,7 +133,7 @@ def test_rules_give_what_a_person_writes(case: str) -> None:
     )
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.names)
+@pytest.mark.parametrize("rule", TABLE.rules, ids=lambda rule: rule.names)
 def test_no_rule_can_be_missing(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in rule.names.split():
         monkeypatch.delitem(BY_NAME, name)
