@@ -63,6 +63,12 @@ def main(argv: Sequence[str]) -> int:
     own = ["--np" if word == "-np" else word for word in words[:place]]
     options = read_words(Options, own, program=f"{COMMAND} migrate")
     refuse(range_errors(options))
+    scripts = [path for path in options.files if path.suffix == ".py"]
+    if not options.files or (options.prove and (options.write or not scripts)):
+        raise OptionError(
+            f"Name files or folders, such as: {COMMAND} migrate train.py. With --prove the first is a script, "
+            f"which is run as it is and as the diff has it, and --write comes later"
+        )
     if importlib.util.find_spec("libcst") is None:
         raise OptionError("migrate needs libcst, and there is none here. Type: pip install 'hvd_trainer[migrate]'")
     import libcst
@@ -96,10 +102,7 @@ def main(argv: Sequence[str]) -> int:
     if options.prove:
         from hvd_trainer.tools.migrate.prove import prove
 
-        script = next(it for it in options.files if it.suffix == ".py")
-        if options.write:
-            raise OptionError("--prove compares with the file as it is. Type it without --write, and then --write")
-        code = prove(migrated, script, words[place + 1 :], options.np, options.steps, options.out)
+        code = prove(migrated, scripts[0], words[place + 1 :], options.np, options.steps, options.out)
         return code or (LEFT if left else 0)
     return LEFT if left else 0
 

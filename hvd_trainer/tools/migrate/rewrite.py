@@ -121,7 +121,7 @@ class Rewriter(cst.CSTTransformer):
             text = re.sub(
                 r"^# *horovod: *(\w)", lambda it: f"# {it[1].upper()}", updated.value, flags=re.IGNORECASE
             )
-            return updated.with_changes(value=text)
+            return updated.with_changes(value=re.sub(r"\bhvd\.(\w+)\(\)", _in_words, text))
         if isinstance(original, cst.IndentedBlock) and not updated.body:
             return updated.with_changes(body=[cst.parse_statement("pass")])
         if isinstance(original, cst.Module):
@@ -475,3 +475,9 @@ class Rewriter(cst.CSTTransformer):
         """Take PyTorch's sampler, where no more is asked of it."""
         more = re.search(r"\.elastic\.run\b|record_batch|record_indices|\.processed_indices", self.source.text)
         return None if more else f"{rule.result}({self.source.code(original).partition('(')[2]}"
+
+
+def _in_words(call: re.Match[str]) -> str:
+    """Return what a call in a comment becomes."""
+    rule = BY_NAME.get(call[1])
+    return rule.result if rule is not None and rule.result.endswith(")") and not rule.lines else call[0]

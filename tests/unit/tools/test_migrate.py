@@ -285,6 +285,14 @@ def test_mistakes_are_told_in_one_sentence(tmp_path: Path, text: str, said: str)
         migrate_cli.main([str(path)])
 
 
+@pytest.mark.parametrize("words", [[], ["--prove", "."], ["train.py", "--prove", "--write"]])
+def test_what_is_typed_must_name_a_script(words: list[str]) -> None:
+    with pytest.raises(
+        OptionError, match="Name files or folders, such as: python -m hvd_trainer migrate train.py"
+    ):
+        migrate_cli.main(words)
+
+
 def test_libcst_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrate_cli.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(OptionError, match=r"Type: pip install 'hvd_trainer\[migrate\]'"):
