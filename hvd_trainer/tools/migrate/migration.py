@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,8 +47,11 @@ def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
         libcst.ParserSyntaxError: a file does not parse.
     """
     folder = Folder({path: text for path, text in texts.items() if path.suffix == ".py"})
-    results = _migrate_all(folder, keep=False)
-    if any(what != "horovod.run" and "Adasum if" not in what for it in results for _, what, _ in it.left):
+    is_elastic = any(re.match(r"elastic\.(?!ElasticSampler)", it) for it in _names(folder))
+    results = [_keep(source) for source in folder.sources] if is_elastic else _migrate_all(folder, keep=False)
+    if not is_elastic and any(
+        what != "horovod.run" and "Adasum if" not in what for it in results for _, what, _ in it.left
+    ):
         results = _migrate_all(folder, keep=True)
     for path, text in texts.items():
         if path.suffix != ".py" and "horovodrun" in BY_NAME:
@@ -94,8 +97,21 @@ def _migrate_all(folder: Folder, keep: bool) -> list[Migrated]:
         text = source.module.visit(rewriter).code
         if "DDP" in source.text and DDP not in source.text:
             text = re.sub(r"= DDP\(", "= torch.nn.parallel.DistributedDataParallel(", text)
-        results.append(_finish(source, text, rewriter, reasons, keep))
+        results.append(_finish(source, text, rewriter.used, rewriter.notes, reasons, keep))
     return results
+
+
+def _names(folder: Folder) -> set[str]:
+    """Return all names of Horovod's API that are used."""
+    names = (name for source in folder.sources for _, name in left_over(source))
+    return {describe(name) for name in names}
+
+
+def _keep(source: Source) -> Migrated:
+    """Leave a file of an elastic training, whose ranks change, to `hvd_trainer.hvd`."""
+    result = _finish(source, source.text, [], [], {}, keep=True)
+    result.left = [row for row in result.left if row[1].startswith("hvd.elastic.")]
+    return result
 
 
 def _loads(folder: Folder) -> set[str]:
@@ -206,7 +222,12 @@ def _end(folder: Folder, edits: Mapping[Path, Edits], plans: list[Wrapping]) -> 
 
 
 def _finish(
-    source: Source, text: str, rewriter: Rewriter, reasons: Mapping[tuple[Path, int], str], keep: bool
+    source: Source,
+    text: str,
+    used: list[tuple[int, Rule]],
+    notes: Sequence[tuple[int, str, str]],
+    reasons: Mapping[tuple[Path, int], str],
+    keep: bool,
 ) -> Migrated:
     """Change the imports, and list what is left."""
     if text == source.text and "horovod" not in text:
@@ -214,7 +235,7 @@ def _finish(
     changed = Source(source.path, text)
     changed.passed = source.passed
     after = changed.module.visit(Importer(changed, source.text)).code
-    result = Migrated(source.path, source.text, after, rewriter.used)
+    result = Migrated(source.path, source.text, after, used)
     lines = _old_lines(source.text, text)
     for node, name in left_over(changed):
         what = describe(name)
@@ -233,7 +254,7 @@ def _finish(
                 (why for (path, at), why in reasons.items() if path == source.path and abs(at - line) < 2), advice
             )
         result.left.append((line, "horovod.run" if name == "horovod.run" else f"hvd.{what}", advice))
-    result.left = sorted({*result.left, *rewriter.notes})
+    result.left = sorted({*result.left, *notes})
     return result
 
 

@@ -153,6 +153,14 @@ def test_what_is_left_is_listed_and_runs_on_hvd_trainer(case: str) -> None:
     assert not re.search(r"^ *import horovod", result.after, re.MULTILINE), "nothing that is left needs Horovod"
 
 
+def test_an_elastic_training_is_left_whole() -> None:
+    """Its ranks change; those of torch.distributed do not."""
+    text = "hvd.init()\n\n\n@hvd.elastic.run\ndef train(state):\n    print(hvd.rank())\n    model(1).backward()\n"
+    result = one(IMPORT + text)
+    assert result.after == IMPORT.replace("import horovod.torch as hvd", "from hvd_trainer import hvd") + text
+    assert [what for _, what, _ in result.left] == ["hvd.elastic.run"]
+
+
 def test_weights_of_another_rank_are_sent_by_a_broadcast() -> None:
     """DDP sends those of rank 0."""
     result = one(
