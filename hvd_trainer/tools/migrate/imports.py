@@ -29,9 +29,9 @@ STANDS_IN = {"horovod.torch": "hvd_trainer.hvd", "horovod": "hvd_trainer.tools.r
 
 def name_of_distributed(text: str) -> str:
     """Return by which name a file calls torch.distributed, or may."""
-    found = re.search(r"import torch\.distributed as (\w+)|from torch import distributed as (\w+)", text)
-    if found:
-        return found[1] or found[2]
+    alias = re.search(r"import torch\.distributed as (\w+)|from torch import distributed as (\w+)", text)
+    if alias:
+        return alias[1] or alias[2]
     return "torch.distributed" if re.search(r"(?<!\.)\bdist\b", text) else "dist"
 
 

@@ -49,20 +49,14 @@ def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
     folder = Folder({path: text for path, text in texts.items() if path.suffix == ".py"})
     is_elastic = any(re.match(r"elastic\.(?!ElasticSampler)", it) for it in _names(folder))
     results = [_keep(source) for source in folder.sources] if is_elastic else _migrate_all(folder, keep=False)
-    if not is_elastic and any(
-        what != "horovod.run" and "Adasum if" not in what for it in results for _, what, _ in it.left
-    ):
+    if not is_elastic and any(what.startswith("hvd.") for it in results for _, what, _ in it.left):
         results = _migrate_all(folder, keep=True)
     for path, text in texts.items():
         if path.suffix != ".py" and "horovodrun" in BY_NAME:
             after, left = migrate_commands(text)
             advice = "name each host's torchrun: --nnodes, --node-rank, --rdzv-endpoint"
-            changed = (
-                [(text[: text.index("horovodrun")].count("\n") + 1, BY_NAME["horovodrun"])]
-                if after != text
-                else []
-            )
-            results.append(Migrated(path, text, after, changed, [(line, "horovodrun", advice) for line in left]))
+            rows = [(line, "horovodrun", advice) for line in left]
+            results.append(Migrated(path, text, after, left=rows))
     return results
 
 
@@ -144,12 +138,12 @@ def _apply(plan: Wrapping, edits: Mapping[Path, Edits], optimizers: set[str]) ->
         for call in holder.calls:
             name = plan.name if is_root else source.code(call.func).removesuffix(".forward")
             renamed[call.func] = name
-            found = (
+            planned = (
                 find_passes(source, call, optimizers) if plan.passes is not None and plan.guard is None else None
             )
-            if found is not None:
-                passes.append((source.path, found.statements, found.header(name)))
-                renamed |= found.renamed
+            if planned is not None:
+                passes.append((source.path, planned.statements, planned.header(name)))
+                renamed |= planned.renamed
         for node, to in holder.passed:
             if to.trains and is_root:
                 renamed[node] = plan.name

@@ -39,8 +39,6 @@ class Edits:
     """expressions, and what stands there now"""
     removed: set[cst.CSTNode] = field(default_factory=set)
     """statements"""
-    instead: dict[cst.CSTNode, list[str]] = field(default_factory=dict)
-    """statements in place of one"""
     before: dict[cst.CSTNode, list[str]] = field(default_factory=dict)
     """statements that stand before one"""
     within: list[tuple[Sequence[cst.CSTNode], str]] = field(default_factory=list)
@@ -166,8 +164,8 @@ class Rewriter(cst.CSTTransformer):
         if isinstance(self.source.parents.get(original), cst.If) and isinstance(original, cst.If):  # an elif
             return updated  # type: ignore[no-any-return]
         is_removed = original in self.edits.removed or frame.is_done
-        texts = [*self.edits.before.get(original, []), *frame.lines, *self.edits.instead.get(original, [])]
-        kept: list[Any] = [] if is_removed or original in self.edits.instead else [updated]
+        texts = [*self.edits.before.get(original, []), *frame.lines]
+        kept: list[Any] = [] if is_removed else [updated]
         if isinstance(updated, cst.With) and self._skips(original):
             block: Any = updated.body
             kept = (

@@ -53,18 +53,18 @@ class Source:
         while isinstance(root, cst.Attribute):
             root = root.value
         scope = self.scopes.get(node) if isinstance(root, cst.Name) else None
-        found = {it.name for it in scope.get_qualified_names_for(node)} if scope is not None else set()
-        for name in [*found]:
+        names = {it.name for it in scope.get_qualified_names_for(node)} if scope is not None else set()
+        for name in [*names]:
             parameter = next((it for it in self.passed if name == it or name.startswith(it + ".")), None)
             if parameter is not None:
-                found.add(API[:-1] + name[len(parameter) :])
-        return found
+                names.add(API[:-1] + name[len(parameter) :])
+        return names
 
     def imported(self, node: cst.CSTNode) -> set[str]:
         """Return the qualified names of what a name or an attribute refers to, if that is imported."""
         scope = self.scopes.get(node)
-        found = scope.get_qualified_names_for(node) if scope is not None else ()
-        return {it.name for it in found if it.source is QualifiedNameSource.IMPORT}
+        names = scope.get_qualified_names_for(node) if scope is not None else ()
+        return {it.name for it in names if it.source is QualifiedNameSource.IMPORT}
 
     def horovod(self, node: cst.CSTNode) -> str | None:
         """Return the name in Horovod's API that a name or an attribute refers to, such as `Compression.fp16`."""
@@ -149,10 +149,10 @@ class Folder:
         call = source.parents[arg]
         if not isinstance(call, cst.Call) or arg.star:
             return None
-        found = self._functions(source, call)
-        if len(found) != 1:
+        candidates = self._functions(source, call)
+        if len(candidates) != 1:
             return None
-        owner, function = found[0]
+        owner, function = candidates[0]
         params = [*function.params.posonly_params, *function.params.params]
         is_method = owner.around(function, cst.ClassDef) is owner.parents.get(owner.parents.get(function))  # type: ignore[arg-type]
         if is_method and owner.around(function, cst.ClassDef) is not None:
@@ -174,8 +174,8 @@ class Folder:
         if name in self.classes:
             owner, kind = self.classes[name]
             return [(owner, it) for it in owner.find(kind, cst.FunctionDef) if it.name.value == "__init__"]
-        found = self.functions.get(name, [])
+        candidates = self.functions.get(name, [])
         if modules:
-            return [it for it in found if it[0].path.stem in modules]
-        found = [it for it in found if is_method or it[0].around(it[1], cst.ClassDef) is None]
-        return [it for it in found if it[0] is source] or found
+            return [it for it in candidates if it[0].path.stem in modules]
+        candidates = [it for it in candidates if is_method or it[0].around(it[1], cst.ClassDef) is None]
+        return [it for it in candidates if it[0] is source] or candidates

@@ -236,9 +236,11 @@ def _check_holders(folder: Folder, root: Holder) -> None:
         places = 0
         for source in folder.sources:
             for arg in source.find(source.module, cst.Arg):
-                found = folder.parameter(source, arg)
+                given_to = folder.parameter(source, arg)
                 places += (
-                    found is not None and found[0] is holder.source and found[0].key(found[1].name) == holder.key
+                    given_to is not None
+                    and given_to[0] is holder.source
+                    and given_to[0].key(given_to[1].name) == holder.key
                 )
         if places > given[holder.source, holder.key]:
             raise NotFollowedError(f"`{holder.key}` gets other models, too")

@@ -178,6 +178,7 @@ def test_gradients_that_are_left_at_the_end_are_exchanged() -> None:
     result = one(before)
     assert "no_sync" not in result.after
     assert [what for _, what, _ in result.left] == ["backward_passes_per_step"]
+    assert "hvd" not in result.after, "and nothing is left of Horovod"
 
 
 def test_a_lone_part_of_a_training_keeps_its_waits() -> None:
