@@ -63,6 +63,9 @@ def can_stand_before(source: Source, node: cst.CSTNode) -> bool:
         is_late = isinstance(it, cst.IfExp) and child is not it.test
         if is_late or (isinstance(it, cst.BooleanOperation) and child is not it.left):
             return False
+        is_shared = isinstance(it, cst.SimpleStatementLine) and len(it.body) > 1
+        if is_shared or isinstance(it, cst.SimpleStatementSuite):
+            return False
         if isinstance(it, AROUND):
             is_elif = isinstance(it, cst.If) and isinstance(source.parents.get(it), cst.If)
             return not is_elif

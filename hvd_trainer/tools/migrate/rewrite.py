@@ -24,6 +24,7 @@ from hvd_trainer.tools.migrate.source import Source
 from hvd_trainer.tools.migrate.table import BY_NAME, Rule
 from hvd_trainer.tools.migrate.wrapping import Wrapping, bind, owner_of, root_of, statement_of
 
+STARTS = ("init", "shutdown")
 NAMES = {"gather": "gathered", "broadcast": "received", "alltoall": "received"}
 """What a new variable is called."""
 OPS = {"Sum": "", "Average": "", "Min": ", op=dist.ReduceOp.MIN", "Max": ", op=dist.ReduceOp.MAX"}
@@ -125,13 +126,11 @@ class Rewriter(cst.CSTTransformer):
         if isinstance(original, cst.Module):
             return self._leave_module(original, updated)
         if isinstance(original, cst.Parameters) and not self.keep:
-            return updated.with_changes(
-                params=[
-                    new
-                    for old, new in zip(original.params, updated.params, strict=True)
-                    if self.source.key(old.name) not in self.source.passed
-                ]
-            )
+            pairs = zip(original.params, updated.params, strict=True)
+            kept = [new for old, new in pairs if self.source.key(old.name) not in self.source.passed]
+            if len(kept) < len(updated.params):
+                kept[-1:] = [it.with_changes(comma=cst.MaybeSentinel.DEFAULT) for it in kept[-1:]]
+                return updated.with_changes(params=kept)
         return updated
 
     def _leave_module(self, original: cst.CSTNode, updated: cst.Module) -> cst.Module:
@@ -234,7 +233,8 @@ class Rewriter(cst.CSTTransformer):
             if name is None:
                 return self._leave_method(original, updated)
             rule = BY_NAME.get(name)
-            if rule is None:
+            is_whole = rule is not None and (rule.special or rule.lines) and (self.keep or name not in STARTS)
+            if rule is None or (is_whole and not can_stand_before(self.source, original)):
                 return updated
             done = (
                 getattr(self, f"rule_{rule.names.split()[0].replace('.', '_')}", None)
@@ -265,12 +265,14 @@ class Rewriter(cst.CSTTransformer):
         """Leave out `optimizer.synchronize()`."""
         if self.is_sure and m.matches(original, m.Call(m.Attribute(attr=m.Name("synchronize")), args=[])):
             owner = self.source.code(original.func.value).split(".")[-1]  # type: ignore[attr-defined]
-            if owner in self.optimizers and "synchronize" in BY_NAME and self._is_statement(original):
-                self.frames[-1].is_done = self._use("synchronize", original)
+            if owner in self.optimizers and "synchronize" in BY_NAME and self._use("synchronize", original):
+                self.frames[-1].is_done = self._is_statement(original)
+                return updated if self.frames[-1].is_done else cst.Name("None")
         return updated
 
     def _is_statement(self, call: cst.CSTNode) -> bool:
-        return isinstance(self.source.parents[call], cst.Expr)
+        """Return whether a call is a line of its own."""
+        return isinstance(self.source.parents[call], cst.Expr) and can_stand_before(self.source, call)
 
     def _by_template(self, rule: Rule, original: cst.Call, updated: cst.Call) -> str | None:
         if not rule.signature and not rule.lines:
@@ -290,11 +292,7 @@ class Rewriter(cst.CSTTransformer):
         """Return the statements and the expression of a rule with lines; None if the call is left."""
         names = rule.signature.split()
         old, new = bind(original, names), bind(updated, names) or {}
-        if (
-            old is None
-            or not can_stand_before(self.source, original)
-            or is_differentiated(self.source, rule, original)
-        ):
+        if old is None or is_differentiated(self.source, rule, original):
             return None
         values = {name: self.source.module.code_for_node(arg.value) for name, arg in new.items()}
         compression, op = (
@@ -304,9 +302,8 @@ class Rewriter(cst.CSTTransformer):
             self.source, old.get("name")
         ):
             return None
-        op = {"True": "Average", "False": "Sum"}.get(
-            values.get("average", "None"), op if "op" in old else "Average"
-        )
+        given = {"None": op if "op" in old else "Average", "True": "Average", "False": "Sum"}
+        op = given.get(values.get("average", "None"))
         if "splits" in old or op not in OPS:
             return None
         tensor, lines, frame = values[names[0]], list(rule.lines), self.frames[-1]
@@ -343,7 +340,7 @@ class Rewriter(cst.CSTTransformer):
 
     def rule_init(self, rule: Rule, original: cst.Call, updated: cst.Call) -> str | None:
         """Start the process group; Horovod, too, where some of it is left."""
-        if not self._is_statement(original) or (original.args and not self.keep):
+        if not isinstance(self.source.parents[original], cst.Expr) or (original.args and not self.keep):
             return None
         if self.keep:
             self.frames[-1].lines.append(rule.result)

@@ -106,6 +106,9 @@ def build(args):
     ),
     "a handle in a list": (IMPORT + "handles.append(hvd.allreduce_async_(x))\n", "hvd.allreduce_async_"),
     "in a comprehension": (IMPORT + "means = [hvd.allreduce(x) for x in values]\n", "hvd.allreduce"),
+    "on a condition's line": (IMPORT + "if ready: x = hvd.allreduce(x)\n", "hvd.allreduce"),
+    "on one line with others": (IMPORT + "x = 3; x = hvd.allreduce(x)\n", "hvd.allreduce"),
+    "an average that is not known": (IMPORT + "x = hvd.allreduce(x, average=args.mean)\n", "hvd.allreduce"),
     "factors": (IMPORT + "x = hvd.allreduce(x, prescale_factor=0.5)\n", "hvd.allreduce"),
     "splits": (IMPORT + "x, sizes = hvd.alltoall(x, splits)\n", "hvd.alltoall"),
     "unknown calls": (IMPORT + "print(hvd.is_homogeneous())\n", "write it with torch.distributed"),
@@ -179,6 +182,13 @@ def test_gradients_that_are_left_at_the_end_are_exchanged() -> None:
     assert "no_sync" not in result.after
     assert [what for _, what, _ in result.left] == ["backward_passes_per_step"]
     assert "hvd" not in result.after, "and nothing is left of Horovod"
+
+
+def test_lines_with_more_than_a_call_keep_the_rest() -> None:
+    wait = "        optimizer.synchronize()\n"
+    text = CASES["synchronize"][0].replace(wait, "        if ready: optimizer.synchronize(); say()\n")
+    assert "        if ready: None; say()\n" in one(text).after
+    assert "if ready: dist.init_process_group()\n" in one(IMPORT + "if ready: hvd.init()\n").after
 
 
 def test_a_lone_part_of_a_training_keeps_its_waits() -> None:
