@@ -35,8 +35,8 @@ and READMEs beside the files becomes torchrun. `pip install 'hvd_trainer[migrate
 
 What cannot be migrated, or is not seen well enough, is left as it is and listed with its line and what to do:
 it goes on working by `from hvd_trainer import hvd`, so that the script runs at every moment. The exit code is
-then 3; 0: all is migrated; 2: a mistake, as a file that is not Python 3, does not use Horovod, or uses it for
-TensorFlow or Keras.
+then 3; 0: all is migrated; 1: `--prove` has found a difference; 2: a mistake, as a file that is not Python 3,
+does not use Horovod, or uses it for TensorFlow or Keras.
 
 <!-- Written by `python docs/migrate_page.py`: change the rules and not this page. -->
 

@@ -32,8 +32,8 @@ COLOURS = {"+": "32", "-": "31", "@": "36"}
 class Options:
     """Rewrite scripts for horovod.torch into ones for torch.distributed and DistributedDataParallel.
 
-    Prints a diff. Exit codes: 0 all is migrated, 3 something is left, which is listed, 2 a mistake. With --prove
-    the first file is run, with the words behind --, as it is and as the diff has it.
+    Prints a diff. With --prove the first file is run, with the words behind --, as it is and as the diff has it.
+    Exit codes: 0 all is migrated, 3 something is left, which is listed, 1 the two train otherwise, 2 a mistake.
     """
 
     files: Annotated[Positional[tuple[Path, ...]], arg(metavar="FILE")]
@@ -75,11 +75,14 @@ def main(argv: Sequence[str]) -> int:
 
     from hvd_trainer.tools.migrate.migration import migrate
 
-    texts = {path: path.read_text() for path in _files(options.files)}
-    for path, text in texts.items():
+    texts = {path: _read(path) for path in _files(options.files)}
+    for path, text in list(texts.items()):
         try:
             libcst.parse_module(text if path.suffix == ".py" else "")
         except libcst.ParserSyntaxError as error:
+            if "horovod" not in text:
+                del texts[path]  # another file of a folder
+                continue
             raise OptionError(f"{path} is not Python 3, in line {error.raw_line}: {error.message}") from None
     migrated = migrate(texts)
     if options.write:
@@ -87,7 +90,8 @@ def main(argv: Sequence[str]) -> int:
     for it in migrated:
         sys.stdout.write(_coloured(it.diff()) if sys.stdout.isatty() else it.diff())
         if options.write:
-            it.path.write_text(it.after)
+            with it.path.open("w", newline="") as file:
+                file.write(it.after)
     left = [f"{it.path}:{line}: {what}: {advice}" for it in migrated for line, what, advice in it.left]
     mentions = {it.path: _mentions(it) for it in migrated if it.before != it.after}
     if left:
@@ -144,6 +148,12 @@ def _files(given: Sequence[Path]) -> Iterator[Path]:
     yield from (
         it for it in dict.fromkeys(beside) if it.is_file() and "horovodrun" in it.read_text(errors="replace")
     )
+
+
+def _read(path: Path) -> str:
+    """Return a file's text with the line ends that it has."""
+    with path.open(newline="") as file:
+        return file.read()
 
 
 def _mentions(migrated: Migrated) -> list[str]:

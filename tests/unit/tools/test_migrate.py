@@ -191,6 +191,12 @@ def test_lines_with_more_than_a_call_keep_the_rest() -> None:
     assert "if ready: dist.init_process_group()\n" in one(IMPORT + "if ready: hvd.init()\n").after
 
 
+@pytest.mark.parametrize("case", ["world", "allreduce", "compression", "passes in a loop"])
+def test_line_ends_stay_as_they_are(case: str) -> None:
+    before, after = (text.replace("\n", "\r\n") for text in CASES[case])
+    assert one(before).after == after
+
+
 def test_a_lone_part_of_a_training_keeps_its_waits() -> None:
     """The optimizer is made in a file that was not given."""
     text = "import horovod.torch as hvd\ndef train(optimizer):\n    optimizer.synchronize()\n"
@@ -269,6 +275,14 @@ def test_the_command_prints_a_diff_and_writes_when_it_is_told_to(
     assert cli.main(["migrate", str(script), "--write", "--force"]) == 0
     assert script.read_text() == CASES["world"][1]
     assert beside.read_text() == "    torchrun --nproc-per-node 4 train.py\n"
+
+
+def test_files_of_a_folder_that_are_not_about_horovod_may_be_anything(script: Path) -> None:
+    script.with_name("old.py").write_text("print 'Python 2'\n")
+    with script.open("w", newline="") as file:
+        file.write(CASES["world"][0].replace("\n", "\r\n"))
+    assert migrate_cli.main([str(script.parent), "--write", "--force"]) == 0
+    assert script.read_bytes() == CASES["world"][1].replace("\n", "\r\n").encode()
 
 
 def test_changes_that_git_does_not_have_are_not_overwritten(script: Path) -> None:
