@@ -424,6 +424,7 @@ def test_options_in_prose_exist() -> None:
         "hvd_trainer.imdb",
         "hvd_trainer install-horovod",
         "hvd_trainer export",
+        "hvd_trainer migrate",
         "hvd_trainer compare",
         "hvd_trainer diagnose",
         "hvd_trainer parity",

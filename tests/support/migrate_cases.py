@@ -1110,6 +1110,49 @@ def overlap(rows, columns):
     return reduced, reduced_2
 """,
     ),
+    "wrapped if there are several": (
+        """\
+import torch
+import horovod.torch as hvd
+
+
+def build(args):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    if hvd.size() > 1:
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    return model, optimizer
+
+
+def main(args):
+    model, optimizer = build(args)
+    for data in load():
+        model(data).mean().backward()
+        optimizer.step()
+    torch.save(model.state_dict(), "weights.pt")
+""",
+        """\
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def build(args):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddp_model = DDP(model, broadcast_buffers=False)
+    return ddp_model, optimizer
+
+
+def main(args):
+    model, optimizer = build(args)
+    for data in load():
+        model(data).mean().backward()
+        optimizer.step()
+    torch.save(model.module.state_dict(), "weights.pt")
+""",
+    ),
     "horovodrun": (
         """\
 #!/bin/sh
@@ -1123,7 +1166,7 @@ torchrun --nproc-per-node 4 train.py --epochs 3
 torchrun --nproc-per-node 2 -m job
 """,
     ),
-    "loss returned": (
+    "model returned": (
         """\
 import torch
 import horovod.torch as hvd

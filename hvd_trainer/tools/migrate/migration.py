@@ -167,6 +167,8 @@ def _apply(plan: Wrapping, edits: Mapping[Path, Edits], optimizers: set[str]) ->
             edits[path].within.append((statements, header))
     own.removed |= {*plan.unused}
     own.hooks += [HOOKS[it] for it in (plan.hook,) if it is not None and HOOKS[it] not in own.hooks]
+    if plan.before is not None:
+        own.before.setdefault(plan.before[0], []).extend(plan.before[1])
     if plan.guard is not None:
         own.before.setdefault(plan.guard, []).append(f"{plan.name} = {plan.model}")
     return True

@@ -60,6 +60,8 @@ class Wrapping:
     """statements in place of `place`"""
     guard: cst.CSTNode | None = None
     """the condition under which it is wrapped; before it the model stands for itself"""
+    before: tuple[cst.CSTNode, list[str]] | None = None
+    """a condition that it does not need, and the statements that stand before it instead of `lines`"""
     unused: list[cst.CSTNode] = field(default_factory=list)
     """assignments of options that are needed no more"""
     notes: list[tuple[int, str, str]] = field(default_factory=list)
@@ -154,8 +156,27 @@ def plan(folder: Folder, source: Source, call: cst.Call, only: bool) -> Wrapping
     if not result.holder.trains:
         raise NotFollowedError("no training call of the model is seen in these files")
     _check_holders(folder, result.holder)
+    if result.guard is not None and not _is_several(where, result.guard) and _needs_module(result.holder):
+        raise NotFollowedError(
+            "it is wrapped under a condition only, and others ask for what a wrapped model has not"
+        )
     _write(result, source, options)
+    if result.guard is not None and _is_several(where, result.guard):
+        result.before, result.lines, result.guard = (result.guard, result.lines), [], None
     return result
+
+
+def _is_several(source: Source, condition: cst.CSTNode) -> bool:
+    """Return whether a condition is that there is more than one process, which DDP does not need."""
+    several = m.Comparison(m.Call(), [m.ComparisonTarget(m.GreaterThan(), m.Integer("1"))])
+    test = condition.test if isinstance(condition, cst.If) and m.matches(condition.test, several) else None
+    return test is not None and source.horovod(test.left.func) == "size"  # type: ignore[attr-defined]
+
+
+def _needs_module(root: Holder) -> bool:
+    others = [it for it in root.all()[1:] if it.trains]
+    asks = any(attribute.attr.value not in OF_DDP for it in others for attribute in it.attributes)
+    return asks or any(not to.trains for it in others for _, to in it.passed)
 
 
 def root_of(source: Source, broadcast: cst.Call) -> str:

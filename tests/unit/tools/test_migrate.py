@@ -96,6 +96,10 @@ def build(args):
         "it is not seen which model it trains",
     ),
     "groups at the start": (IMPORT + "hvd.init(process_sets=[hvd.ProcessSet([0])])\n", "hvd.init"),
+    "wrapped under a condition": (
+        CASES["wrapped if there are several"][0].replace("hvd.size() > 1", "args.distributed"),
+        "it is wrapped under a condition only",
+    ),
     "sum of unseen passes": (
         IMPORT + WRAPPED.format(", op=hvd.Sum, backward_passes_per_step=2", "model(data)"),
         "its sums of several passes are not seen",
