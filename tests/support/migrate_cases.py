@@ -858,9 +858,9 @@ for tensor in values:
     dist.all_reduce(tensor)
 rows = []
 for tensor in values:
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, tensor.detach().cpu())
-    rows.append(torch.cat(parts).to(tensor.device))
+    parts_2 = [None] * dist.get_world_size()
+    dist.all_gather_object(parts_2, tensor.detach().cpu())
+    rows.append(torch.cat(parts_2).to(tensor.device))
 reduced = [tensor.detach().clone() for tensor in values]
 for tensor in reduced:
     dist.all_reduce(tensor)

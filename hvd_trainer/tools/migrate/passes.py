@@ -97,11 +97,9 @@ def _by_place(source: Source, loop: cst.For, statements: Sequence[cst.BaseStatem
         return Passes(statements, "", f"{target} + {step} < {stop}")
     if isinstance(iterated, (cst.Name, cst.Attribute)):
         text = source.code(iterated)
+        number = next(it for it in ("number", "pass_number", "number_of_pass") if it not in source.words)
         head: dict[cst.CSTNode, str] = {iterated: f"enumerate({text}, start=1)"}
-        head[loop.target] = (
-            f"number, ({target})"
-            if isinstance(loop.target, cst.Tuple) and not loop.target.lpar
-            else f"number, {target}"
-        )
-        return Passes(statements, f"number == len({text})", None, head)
+        is_bare = isinstance(loop.target, cst.Tuple) and not loop.target.lpar
+        head[loop.target] = f"{number}, ({target})" if is_bare else f"{number}, {target}"
+        return Passes(statements, f"{number} == len({text})", None, head)
     return None

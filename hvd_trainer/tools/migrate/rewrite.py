@@ -96,7 +96,7 @@ class Rewriter(cst.CSTTransformer):
         self.notes: list[tuple[int, str, str]] = [
             note for plan in plans if plan.source is source for note in plan.notes
         ]
-        self.words = set(re.findall(r"\w+", source.text))
+        self.words = {*source.words}
         self.pending: dict[cst.CSTNode, tuple[list[str], str]] = {}
         self.collected: dict[cst.CSTNode, list[cst.BaseStatement]] = {}
         self.calls = {plan.optimizer: plan for plan in plans}
@@ -321,6 +321,8 @@ class Rewriter(cst.CSTTransformer):
         fields = dict.fromkeys(("tensor", "tensor:name", "tensors", "obj"), tensor) | {
             "x": x,
             "copy": f"{tensor}.clone()" if is_new else copy_of(old[names[0]].value, tensor),
+            "each": self._new_name("tensor"),
+            "parts": self._new_name("parts"),
             "op": OPS[op],
             "divided": " /= dist.get_world_size()",
             "root_rank": values.get("root_rank", "0"),
@@ -403,7 +405,8 @@ class Rewriter(cst.CSTTransformer):
         if values is None:
             frame.is_done = False
             return None
-        frame.lines.append(f"for tensor in {values}:\n    dist.broadcast(tensor.detach(), src={root})")
+        tensor = self._new_name("tensor")
+        frame.lines.append(f"for {tensor} in {values}:\n    dist.broadcast({tensor}.detach(), src={root})")
         return "None"
 
     def rule_broadcast_optimizer_state(self, rule: Rule, original: cst.Call, updated: cst.Call) -> str | None:

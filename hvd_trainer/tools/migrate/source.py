@@ -106,6 +106,11 @@ class Source:
         return None
 
     @cached_property
+    def words(self) -> set[str]:
+        """All names in the file."""
+        return {it.value for it in self.find(self.module, cst.Name)}
+
+    @cached_property
     def uses(self) -> dict[str, list[cst.BaseExpression]]:
         """All places of each variable, by its key."""
         result: dict[str, list[cst.BaseExpression]] = defaultdict(list)
