@@ -693,13 +693,21 @@ train(model, optimizer, loader)
         """\
 import torch
 
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def average_gradients(state, bucket):
+    \"\"\"Average the gradients over all ranks, dividing after the sum.\"\"\"
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda summed: summed.value()[0].div_(dist.get_world_size()))
+
 
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 ddp_model = DDP(model, broadcast_buffers=False)
-ddp_model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+ddp_model.register_comm_hook(None, default_hooks.bf16_compress_wrapper(average_gradients))
 
 
 def train(model, optimizer, loader):

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import libcst as cst
-from libcst import matchers as m
 
 from hvd_trainer.tools.migrate.flow import OF_DDP, NotFollowedError
 from hvd_trainer.tools.migrate.imports import DDP, Importer, describe, left_over, name_of_distributed
@@ -61,12 +60,7 @@ def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
 
 
 def _migrate_all(folder: Folder, keep: bool) -> list[Migrated]:
-    calls = [
-        (source, call)
-        for source in folder.sources
-        for call in source.find(source.module, cst.Call)
-        if source.horovod(call.func) == "DistributedOptimizer"
-    ]
+    calls = folder.calls("DistributedOptimizer")
     plans: list[Wrapping] = []
     reasons: dict[tuple[Path, int], str] = {}
     for source, call in calls:
@@ -76,7 +70,8 @@ def _migrate_all(folder: Folder, keep: bool) -> list[Migrated]:
             plans.append(plan(folder, source, call, only=len(calls) == 1))
         except NotFollowedError as error:
             reasons[source.path, source.line(call)] = str(error)
-    optimizers, loads = optimizer_names(folder), _loads(folder)
+    optimizers = optimizer_names(folder)
+    loads = {name.split(".")[-1] for name in folder.owners("load_state_dict")}
     edits = {source.path: Edits() for source in folder.sources}
     for it in list(plans):
         if not _apply(it, edits, optimizers):
@@ -106,17 +101,6 @@ def _keep(source: Source) -> Migrated:
     result = _finish(source, source.text, [], [], {}, keep=True)
     result.left = [row for row in result.left if row[1].startswith("hvd.elastic.")]
     return result
-
-
-def _loads(folder: Folder) -> set[str]:
-    """Return the names of what loads a state."""
-    load = m.Call(m.Attribute(attr=m.Name("load_state_dict")))
-    return {
-        source.code(call.func.value).split(".")[-1]  # type: ignore[attr-defined]
-        for source in folder.sources
-        for call in source.find(source.module, cst.Call)
-        if m.matches(call, load)
-    }
 
 
 def _is_passed(folder: Folder, source: Source, arg: cst.Arg) -> bool:
@@ -176,45 +160,24 @@ def _apply(plan: Wrapping, edits: Mapping[Path, Edits], optimizers: set[str]) ->
 
 def _end(folder: Folder, edits: Mapping[Path, Edits], plans: list[Wrapping]) -> None:
     """Put a loop under Join where `join` follows it, and the end of the process group where it began."""
-    names = {
-        source.horovod(call.func): (source, call)
-        for source in folder.sources
-        for call in source.find(source.module, cst.Call)
-    }
-    for source in folder.sources:
-        for call in source.find(source.module, cst.Call):
-            statement = statement_of(source, call)
-            body = list(getattr(source.parents.get(statement), "body", ())) if statement else []
-            if (
-                source.horovod(call.func) != "join"
-                or "join" not in BY_NAME
-                or not isinstance(source.parents[call], cst.Expr)
-            ):
-                continue
-            loop = body[body.index(statement) - 1]
-            within = [
-                (holder, made)
-                for made in plans
-                for holder in made.holder.all()
-                for it in holder.calls
-                if holder.source is source and loop in source.ancestors(it)
-            ]
-            for holder, made in within[:1]:
+    holders = [(made, holder) for made in plans for holder in made.holder.all()]
+    for source, call in folder.calls("join") if "join" in BY_NAME else ():
+        statement = statement_of(source, call)
+        body = list(getattr(source.parents.get(statement), "body", ())) if statement else []
+        loop = body[body.index(statement) - 1] if isinstance(source.parents[call], cst.Expr) else None
+        for made, holder in holders:
+            if holder.source is source and any(loop in source.ancestors(it) for it in holder.calls):
                 name = made.name if holder is made.holder else source.code(holder.calls[0].func)
                 edits[source.path].within.append(([loop], f"Join([{name}])"))
-    if "init" not in names or "shutdown" in names or not {"init", "shutdown"} <= {*BY_NAME}:
-        return
-    source, call = names["init"]
-    function = source.function(call)
-    conditions = [it for it in source.ancestors(call) if isinstance(it, cst.If)]
-    by_name = [it for it in conditions if "__name__" in source.code(it.test)]
-    if function is not None and not any(function in it.source.ancestors(it.place) for it in plans):
-        return
-    place = function or (by_name[0] if by_name else source.module)
-    text = "dist.destroy_process_group()"
-    edits[source.path].at_end[place] = (
-        text if conditions in (by_name, []) else f"if dist.is_initialized():\n    {text}"
-    )
+    ends = folder.calls("shutdown") or any("destroy_process_group" in it.text for it in folder.sources)
+    for source, call in folder.calls("init") if not ends and {"init", "shutdown"} <= {*BY_NAME} else ():
+        function = source.function(call)
+        conditions = [it for it in source.ancestors(call) if isinstance(it, cst.If)]
+        by_name = [it for it in conditions if "__name__" in source.code(it.test)]
+        if function is None or any(function in it.source.ancestors(it.place) for it in plans):
+            text = "dist.destroy_process_group()"
+            text = text if conditions in (by_name, []) else f"if dist.is_initialized():\n    {text}"
+            edits[source.path].at_end[function or (by_name[0] if by_name else source.module)] = text
 
 
 def _finish(

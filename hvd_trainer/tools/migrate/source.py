@@ -149,6 +149,19 @@ class Folder:
                 if API[:-1] in source.qualified(arg.value) and (place := self.parameter(source, arg)):
                     place[0].passed.add(str(place[0].key(place[1].name)))
 
+    def calls(self, name: str) -> list[tuple[Source, cst.Call]]:
+        """Return all calls of a name in Horovod's API."""
+        every = ((source, call) for source in self.sources for call in source.find(source.module, cst.Call))
+        return [(source, call) for source, call in every if source.horovod(call.func) == name]
+
+    def owners(self, method: str) -> set[str]:
+        """Return the expressions whose method of this name is called."""
+        every = ((source, call.func) for source in self.sources for call in source.find(source.module, cst.Call))
+        named = m.Attribute(attr=m.Name(method))
+        return {
+            source.code(it.value) for source, it in every if isinstance(it, cst.Attribute) and m.matches(it, named)
+        }
+
     def parameter(self, source: Source, arg: cst.Arg) -> tuple[Source, cst.Param] | None:
         """Return the parameter of a function, or of a class's `__init__`, that an argument is for."""
         call = source.parents[arg]

@@ -117,7 +117,7 @@ def plan(folder: Folder, source: Source, call: cst.Call, only: bool) -> Wrapping
     if statement is None:
         raise NotFollowedError("it is part of a larger statement")
     where, place, owner = source, statement, model
-    for other, broadcast in broadcasts(folder):
+    for other, broadcast in folder.calls("broadcast_parameters"):
         sent = owner_of(broadcast.args[0].value)
         is_same = model is not None and other is source and other.key(sent) == source.key(model)
         line = statement_of(other, broadcast)
@@ -183,16 +183,6 @@ def root_of(source: Source, broadcast: cst.Call) -> str:
     """Return the rank whose parameters are broadcast."""
     bound = bind(broadcast, ["params", "root_rank", "process_set"]) or {}
     return source.code(bound["root_rank"].value) if "root_rank" in bound else "0"
-
-
-def broadcasts(folder: Folder) -> list[tuple[Source, cst.Call]]:
-    """Return all calls of broadcast_parameters."""
-    return [
-        (source, call)
-        for source in folder.sources
-        for call in source.find(source.module, cst.Call)
-        if source.horovod(call.func) == "broadcast_parameters" and call.args
-    ]
 
 
 def _has_only(source: Source, optimizer: cst.BaseExpression, model: str) -> bool:
@@ -307,8 +297,6 @@ def _write(plan: Wrapping, source: Source, options: dict[str, cst.Arg]) -> None:
                 f"hook = {base}\nif {condition}:\n    hook = default_hooks.{kind}_compress_wrapper(hook)"
             )
             hook, condition = "hook", None
-        elif kind == "bf16" and base is None:
-            hook = "default_hooks.bf16_compress_hook"
         else:
             hook = f"default_hooks.{kind}_compress_wrapper({hook})"
         call = f"{name}.register_comm_hook({state}, {hook})"
@@ -349,12 +337,6 @@ def _cases(plan: Wrapping, source: Source, arg: cst.Arg | None, usual: str) -> l
 
 def optimizer_names(folder: Folder) -> set[str]:
     """Return by which names the optimizers are known: the last part of what they are assigned to."""
-    names = set()
-    for source in folder.sources:
-        for call in source.find(source.module, cst.Call):
-            parent = source.parents[call]
-            if source.horovod(call.func) == "DistributedOptimizer" and isinstance(parent, cst.Assign):
-                names |= {source.code(it.target).split(".")[-1] for it in parent.targets}
-            if m.matches(call.func, m.Attribute(attr=m.Name("skip_synchronize"))):
-                names.add(source.code(call.func.value).split(".")[-1])  # type: ignore[attr-defined]
-    return names
+    made = [(source, source.parents[call]) for source, call in folder.calls("DistributedOptimizer")]
+    names = {source.code(it.targets[0].target) for source, it in made if isinstance(it, cst.Assign)}
+    return {name.split(".")[-1] for name in [*names, *folder.owners("skip_synchronize")]}
