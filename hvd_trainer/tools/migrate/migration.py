@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import libcst as cst
 
@@ -164,7 +165,7 @@ def _end(folder: Folder, edits: Mapping[Path, Edits], plans: list[Wrapping]) -> 
     for source, call in folder.calls("join") if "join" in BY_NAME else ():
         statement = statement_of(source, call)
         body = list(getattr(source.parents.get(statement), "body", ())) if statement else []
-        loop = body[body.index(statement) - 1] if isinstance(source.parents[call], cst.Expr) else None
+        loop: Any = body[body.index(statement) - 1] if isinstance(source.parents[call], cst.Expr) else None
         for made, holder in holders:
             if holder.source is source and any(loop in source.ancestors(it) for it in holder.calls):
                 name = made.name if holder is made.holder else source.code(holder.calls[0].func)
