@@ -18,7 +18,7 @@ from hvd_trainer.tools.migrate.passes import find_passes
 from hvd_trainer.tools.migrate.rewrite import Edits, Rewriter
 from hvd_trainer.tools.migrate.shell import migrate_commands
 from hvd_trainer.tools.migrate.source import API, Folder, Source
-from hvd_trainer.tools.migrate.table import BY_NAME, OTHERWISE, TABLE, Rule
+from hvd_trainer.tools.migrate.table import BY_NAME, NOT_PLAIN, OTHERWISE, TABLE, Rule
 from hvd_trainer.tools.migrate.wrapping import HOOKS, Wrapping, optimizer_names, plan, statement_of
 
 
@@ -208,7 +208,8 @@ def _finish(
         if is_start or is_part:
             continue
         line = lines.get(changed.line(node), changed.line(node))
-        advice = TABLE.by_hand.get(what.split(".")[0], OTHERWISE)
+        advice = (NOT_PLAIN if what in BY_NAME else "") + OTHERWISE
+        advice = TABLE.by_hand.get(what.split(".")[0], advice)
         if what == "DistributedOptimizer":
             advice = next(
                 (why for (path, at), why in reasons.items() if path == source.path and abs(at - line) < 2), advice

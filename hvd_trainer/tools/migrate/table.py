@@ -38,3 +38,4 @@ class Table(msgspec.Struct, frozen=True):
 TABLE = msgspec.yaml.decode(Path(__file__).with_name("rules.yaml").read_bytes(), type=Table)
 BY_NAME = {name: rule for rule in TABLE.rules for name in rule.names.split()}
 OTHERWISE = "write it with torch.distributed"
+NOT_PLAIN = "its place, its arguments or the use of its gradient are more than a rule can follow: "
