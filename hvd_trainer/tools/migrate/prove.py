@@ -13,7 +13,7 @@ from typing import Any
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.migrate.migration import Migrated, trap_lines
-from hvd_trainer.tools.runner.folder import locked_folder
+from hvd_trainer.measure.start import locked_folder
 
 AT_START = ("optimizer", "parameters")
 """What a step before the training changes."""
