@@ -1,18 +1,17 @@
-"""Follow a model through a folder: which functions get it, where it is called, and which of these calls train.
-
-ddp_model      where the model's name, `model`, is in the scope of the wrapping: its training calls are renamed
-model          a parameter (or attribute) elsewhere, to which `ddp_model` is passed if it is trained there
-"""
+"""Follow a model through the files: which functions get it, where it is called, and which of these calls train."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import libcst as cst
 from libcst import matchers as m
 
-from hvd_trainer.tools.migrate.source import Folder, Source
+from hvd_trainer.tools.migrate.source import API, Source
 
 OF_DDP = {
     *("train", "eval", "parameters", "zero_grad", "training", "requires_grad_", "buffers", "modules", "apply"),
@@ -23,18 +22,63 @@ OF_MODULES = OF_DDP | {
     *("state_dict", "load_state_dict", "named_parameters", "named_buffers", "named_modules", "children", "module"),
     *("named_children", "share_memory", "double", "register_forward_hook", "compile", "device", "__class__"),
 }
-QUIET = m.With(
-    items=[
-        m.ZeroOrMore(),
-        m.WithItem(item=m.Call(m.Attribute(attr=m.OneOf(m.Name("no_grad"), m.Name("inference_mode"))))),
-        m.ZeroOrMore(),
-    ]
+NO_GRAD = m.Call(m.Attribute(attr=m.Name("no_grad") | m.Name("inference_mode")))
+QUIET = m.With(items=[m.ZeroOrMore(), m.WithItem(item=NO_GRAD), m.ZeroOrMore()]) | m.FunctionDef(
+    decorators=[m.ZeroOrMore(), m.Decorator(NO_GRAD | NO_GRAD.func), m.ZeroOrMore()]  # type: ignore[list-item]
 )
 """A block without gradients."""
+BACKWARD = m.Call(m.Attribute(attr=m.Name("backward")))
 
 
 class NotFollowedError(Exception):
-    """The model's training calls are not all known; the text says why."""
+    """DDP cannot stand for an optimizer, or it cannot be seen whether it can; the text says why."""
+
+
+class Folder:
+    """All files that are migrated together."""
+
+    def __init__(self, texts: Mapping[Path, str]) -> None:
+        self.sources = [Source(path, text) for path, text in texts.items()]
+        self.functions: dict[str, list[tuple[Source, cst.FunctionDef]]] = defaultdict(list)
+        for source in self.sources:
+            for it in source.find(cst.FunctionDef):
+                owner = source.around(it, cst.ClassDef) if it.name.value == "__init__" else None
+                self.functions[owner.name.value if owner else it.name.value].append((source, it))
+        self.args = [(it, arg) for it in self.sources for arg in it.find(cst.Arg)]
+        for source, arg in self.args:
+            if API in source.qualified(arg.value) and (place := self.parameter(source, arg)):
+                place[0].passed.add(place[1])
+
+    def calls(self, name: str) -> list[tuple[Source, cst.Call]]:
+        """Return all calls of a name in Horovod's API."""
+        every = ((source, call) for source in self.sources for call in source.find(cst.Call))
+        return [(source, call) for source, call in every if source.horovod(call.func) == name]
+
+    def owners(self, method: str) -> set[str]:
+        """Return the last names of the objects whose method of this name is called."""
+        named = m.Call(m.Attribute(m.Name() | m.Attribute(), m.Name(method)))
+        every = ((source, call) for source in self.sources for call in source.find(cst.Call))
+        return {source.code(it.func.value).split(".")[-1] for source, it in every if m.matches(it, named)}  # type: ignore[attr-defined]
+
+    def parameter(self, source: Source, arg: cst.Arg) -> tuple[Source, str] | None:
+        """Return the key of the parameter of a function, or of a class's `__init__`, that an argument is for."""
+        call: Any = source.parents[arg]
+        name = last_name(call.func) if isinstance(call, cst.Call) and not arg.star else ""
+        modules, known = source.modules(call.func) if name else set(), self.functions.get(name, [])
+        here = [it for it in known if it[0] is source]
+        if modules:
+            known = [it for it in known if it[0].path.stem in modules]
+        elif here or isinstance(call.func, cst.Name):
+            known = here
+        if len(known) != 1:
+            return None
+        owner, function = known[0]
+        params = [*function.params.posonly_params, *function.params.params]
+        params = params[1:] if isinstance(owner.parents.get(owner.parents[function]), cst.ClassDef) else params
+        place = call.args.index(arg)
+        wanted = arg.keyword.value if arg.keyword else params[place].name.value if place < len(params) else ""
+        named = [it for it in [*params, *function.params.kwonly_params] if it.name.value == wanted]
+        return (owner, str(owner.key(named[0].name))) if named else None
 
 
 @dataclass(eq=False)
@@ -54,9 +98,10 @@ class Holder:
         """Whether a training call is made through this variable, or one that it is given to."""
         return bool(self.calls) or any(holder.trains for _, holder in self.passed)
 
-    def all(self) -> list[Holder]:
-        """Return this holder, and those that it is given to."""
-        return [self, *(it for _, holder in self.passed for it in holder.all())]
+    @property
+    def others(self) -> list[Holder]:
+        """Those that it is given to."""
+        return [it for _, holder in self.passed for it in (holder, *holder.others)]
 
 
 def follow(
@@ -75,127 +120,76 @@ def follow(
     if f"{source.path}:{key}" in seen:
         return holder
     seen |= {f"{source.path}:{key}"}
-    for node in source.uses.get(key, []):
-        parent = source.parents[node]
-        if source.is_target(node) or _is_before(source, node, after):
+    for node in source.uses[key]:
+        parent: Any = source.parents[node]
+        is_before = after and source.function(node) is source.function(after) and source.line(node) <= source.line(after)
+        if source.assigned(node) or is_before:
             continue
-        if isinstance(parent, cst.Call) and parent.func is node:
-            if not is_evaluation(source, parent, node):
-                holder.calls.append(parent)
+        is_forward = m.matches(parent, m.Attribute(attr=m.Name("forward")))
+        outer: Any = source.parents[parent] if isinstance(parent, (cst.Attribute, cst.Arg)) else parent
+        is_call = isinstance(outer, cst.Call) and (parent is outer or outer.func is parent)
+        is_used = not isinstance(source.parents.get(outer), cst.Expr) and trains(source, node)
+        if is_call and (parent is outer or is_forward):
+            if not is_evaluation(source, node):
+                holder.calls.append(outer)
         elif isinstance(parent, cst.Attribute):
-            _take_attribute(holder, parent, node)
-        elif isinstance(parent, cst.Arg):
-            _take_argument(folder, holder, parent, node, seen)
-        elif returned := _returned_to(folder, source, node):
-            holder.passed += [(node, follow(folder, *place, None, seen)) for place in returned]
-        elif isinstance(parent, cst.Assign) and len(parent.targets) == 1:
-            alias = source.key(parent.targets[0].target)
-            if alias is None:
-                raise NotFollowedError(f"the model is kept as `{source.code(parent.targets[0].target)}`")
-            if alias != key:
-                holder.passed.append((node, follow(folder, source, alias, None, seen)))
+            holder.attributes.append(parent)
+            if is_call and is_used and parent.attr.value not in OF_MODULES:
+                raise NotFollowedError(f"the training calls `{source.code(parent)}`, which DDP does not see")
+        elif isinstance(parent, cst.Arg) and (place := folder.parameter(source, parent)):
+            holder.passed.append((node, follow(folder, *place, None, seen)))
+        elif isinstance(parent, cst.Arg) and is_used:
+            called = source.code(getattr(outer, "func", outer))
+            raise NotFollowedError(f"the training gives the model to `{called}`, which is not in these files")
+        for place in [*_returned_to(folder, source, node), *_assigned_to(source, node, key)]:
+            to = follow(folder, *place, None, seen)
+            if isinstance(parent, cst.Arg) and to.trains:
+                raise NotFollowedError(f"the model is trained as `{place[1]}`")
+            holder.passed += [(node, to)] if not isinstance(parent, cst.Arg) else []
     return holder
 
 
-def _take_argument(
-    folder: Folder, holder: Holder, arg: cst.Arg, node: cst.BaseExpression, seen: frozenset[str]
-) -> None:
-    source, call = holder.source, holder.source.parents[arg]
-    place = folder.parameter(source, arg)
-    if place is not None:
-        key = str(place[0].key(place[1].name))
-        holder.passed.append((node, follow(folder, place[0], key, None, seen)))
-        return
-    if not _is_used(source, call):
-        return
-    if _has_backward(source, arg) and not _is_quiet(source, arg):
-        callee = source.code(call.func) if isinstance(call, cst.Call) else source.code(call)
-        raise NotFollowedError(f"the training gives the model to `{callee}`, which is not in these files")
-    assigned = source.parents.get(call)
-    target = source.key(assigned.targets[0].target) if isinstance(assigned, cst.Assign) else None
-    if target not in (None, holder.key) and follow(folder, source, str(target), None, seen).trains:
-        raise NotFollowedError(f"the model is trained as `{source.code(assigned.targets[0].target)}`")  # type: ignore
+def _assigned_to(source: Source, node: cst.BaseExpression, key: str) -> list[tuple[Source, str]]:
+    """Return the variable that a model, or what an unknown call makes of it, is assigned to."""
+    parent: Any = source.parents[node]
+    parent = source.parents[source.parents[parent]] if isinstance(parent, cst.Arg) else parent
+    alias = source.key(parent.targets[0].target) if isinstance(parent, cst.Assign) else None
+    return [(source, alias)] if alias not in (None, key) else []  # type: ignore[list-item]
 
 
 def _returned_to(folder: Folder, source: Source, node: cst.BaseExpression) -> list[tuple[Source, str]]:
     """Return the variables to which a function's callers assign a model that it returns."""
-    parent = source.parents[node]
-    returned = source.around(node, cst.Return)
+    parent: Any = source.parents[node]
+    returned: Any = source.parents[source.parents[parent]] if isinstance(parent, cst.Element) else parent
     function = source.function(node)
-    value = source.parents.get(parent) if isinstance(parent, cst.Element) else parent
-    if returned is None or function is None or (value is not returned and value is not returned.value):
+    if not isinstance(returned, cst.Return) or function is None:
         return []
     places = []
     for other in folder.sources:
-        for call in other.find(other.module, cst.Call):
-            assigned = other.parents[call]
-            if _name(call.func) != function.name.value or not isinstance(assigned, cst.Assign):
-                continue
+        for assigned in other.find(cst.Assign):
             target: Any = assigned.targets[0].target
             if isinstance(parent, cst.Element) and isinstance(target, cst.Tuple):
                 target = target.elements[returned.value.elements.index(parent)].value  # type: ignore[union-attr]
-            if (key := other.key(target)) is not None:
+            is_ours = isinstance(assigned.value, cst.Call) and last_name(assigned.value.func) == function.name.value
+            if is_ours and (key := other.key(target)) is not None:
                 places.append((other, key))
     return places
 
 
-def _name(function: cst.BaseExpression) -> str:
-    return function.attr.value if isinstance(function, cst.Attribute) else getattr(function, "value", "")
+def last_name(function: cst.BaseExpression) -> str:
+    """Return `train` of `train` and of `job.train`."""
+    return str(getattr(getattr(function, "attr", function), "value", ""))
 
 
-def _take_attribute(holder: Holder, attribute: cst.Attribute, node: cst.BaseExpression) -> None:
-    source = holder.source
-    outer = source.parents[attribute]
-    name = attribute.attr.value
-    is_call = isinstance(outer, cst.Call) and outer.func is attribute
-    if name == "forward" and is_call:
-        if not is_evaluation(source, outer, node):
-            holder.calls.append(outer)  # type: ignore[arg-type]
-        return
-    holder.attributes.append(attribute)
-    if (
-        name not in OF_MODULES
-        and is_call
-        and _is_used(source, outer)
-        and _has_backward(source, node)
-        and not _is_quiet(source, node)
-    ):
-        raise NotFollowedError(f"the training calls `{source.code(attribute)}`, which DDP does not see")
-
-
-def is_evaluation(source: Source, node: cst.CSTNode, model: cst.BaseExpression) -> bool:
+def is_evaluation(source: Source, model: cst.BaseExpression) -> bool:
     """Return whether a call of the model is not one of the training."""
-    if _is_quiet(source, node):
-        return True
-    function = source.function(node)
-    if function is None or _has_backward(source, node):
-        return False
-    stop = m.Call(m.Attribute(m.MatchIfTrue(lambda it: source.code(it) == source.code(model)), m.Name("eval")))
-    return bool(m.findall(function.body, stop))
+    stop = m.Call(m.Attribute(m.MatchIfTrue(lambda it: it.deep_equals(model)), m.Name("eval")))
+    function = source.function(model)
+    is_quiet = any(m.matches(it, QUIET) for it in source.ancestors(model))
+    return is_quiet or (function is not None and not trains(source, model) and bool(m.findall(function, stop)))
 
 
-def _is_quiet(source: Source, node: cst.CSTNode) -> bool:
-    """Return whether no gradients are computed here."""
-    for it in source.ancestors(node):
-        if m.matches(it, QUIET):
-            return True
-        if isinstance(it, cst.FunctionDef) and any(
-            "no_grad" in source.code(d) or "inference_mode" in source.code(d) for d in it.decorators
-        ):
-            return True
-    return False
-
-
-def _is_used(source: Source, call: cst.CSTNode) -> bool:
-    return not isinstance(source.parents.get(call), cst.Expr)
-
-
-def _has_backward(source: Source, node: cst.CSTNode) -> bool:
-    """Return whether the function around a node trains."""
-    return bool(m.findall(source.function(node) or source.module, m.Call(m.Attribute(attr=m.Name("backward")))))
-
-
-def _is_before(source: Source, node: cst.CSTNode, statement: cst.CSTNode | None) -> bool:
-    if statement is None or source.function(node) is not source.function(statement):
-        return False
-    return source.line(node) <= source.line(statement)
+def trains(source: Source, node: cst.CSTNode) -> bool:
+    """Return whether the function around a node computes gradients, and where it does."""
+    is_quiet = any(m.matches(it, QUIET) for it in source.ancestors(node))
+    return not is_quiet and bool(m.findall(source.function(node) or source.module, BACKWARD))

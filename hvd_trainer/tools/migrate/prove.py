@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.migrate.migration import Migrated, trap_lines
+from hvd_trainer.tools.migrate.migration import Migrated
 from hvd_trainer.measure.start import locked_folder
 
 AT_START = ("optimizer", "parameters")
@@ -51,10 +51,10 @@ def prove(
         code, finding = _parity([*words, "--backend", f"{engine},ddp"], [str(script), *job], folder)
         if finding is None:
             return code
-        lines = [line for it in migrated for line in trap_lines(it, finding["quantity"])]
+        lines = [line for it in migrated for line in it.traps(finding["quantity"])]
         is_trap = finding["step"] == 0 and finding["quantity"] in AT_START
         if is_trap:
-            traps = [line for it in migrated for line in trap_lines(it, "optimizer")]
+            traps = [line for it in migrated for line in it.traps("optimizer")]
             lines = traps or lines
         print(
             "\n".join(["Behind it:", *lines] if lines else ["No line of the diff is known to be behind it."]),

@@ -1,12 +1,13 @@
-"""A file of the folder, with LibCST's scopes: what each expression refers to, and where it stands."""
+"""A file: what its expressions refer to, by LibCST's scopes, and the changes that are made to its text."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import libcst as cst
 from libcst import matchers as m
@@ -16,60 +17,49 @@ from libcst.metadata import (
     PositionProvider,
     QualifiedNameSource,
     ScopeProvider,
+    WhitespaceInclusivePositionProvider,
 )
 
 T = TypeVar("T", bound=cst.CSTNode)
-API = "horovod.torch."
+API = "horovod.torch"
+CONDITIONAL = (cst.Lambda, cst.BaseComp, cst.IfExp, cst.BooleanOperation, cst.SimpleStatementSuite)
 
 
 class Source:
     """A parsed file.
 
     Attributes:
-        passed: its function parameters that stand for `horovod.torch`, as qualified names.
+        nodes: all of its nodes, those inside another before it.
+        passed: its function parameters that stand for `horovod.torch`, by their keys.
+        changes: texts that replace what stands between two places, or are inserted where these are the same.
+        shifts: places between which lines are indented more (1) or less (-1).
     """
 
     def __init__(self, path: Path, text: str) -> None:
         self.path, self.text = path, text
         wrapper = MetadataWrapper(cst.parse_module(text))
         self.module = wrapper.module
-        self.scopes = wrapper.resolve(ScopeProvider)
+        self._scopes = wrapper.resolve(ScopeProvider)
         self.parents = wrapper.resolve(ParentNodeProvider)
-        self._positions = wrapper.resolve(PositionProvider)
-        self.passed: set[str] = set()
+        self._ranges = wrapper.resolve(PositionProvider)
+        self._wide_ranges = wrapper.resolve(WhitespaceInclusivePositionProvider)
+        self._lines = [0, *accumulate(len(line) + 1 for line in text.split("\n"))]
         self._below: dict[cst.CSTNode, list[cst.CSTNode]] = {}
+        self.nodes = self._all(self.module)
+        self.passed: set[str] = set()
+        self.changes: dict[tuple[int, int], str] = {}
+        self.shifts: list[tuple[int, int, int]] = []
 
-    def line(self, node: cst.CSTNode) -> int:
-        """Return the line where a node begins."""
-        return self._positions[node].start.line
+    # What is where.
 
-    def code(self, node: cst.CSTNode) -> str:
-        """Return a node's own text."""
-        return self.module.code_for_node(node)
+    def _all(self, root: cst.CSTNode) -> list[cst.CSTNode]:
+        if root not in self._below:
+            self._below[root] = [*(it for child in root.children for it in self._all(child)), root]
+        return self._below[root]
 
-    def qualified(self, node: cst.CSTNode) -> set[str]:
-        """Return what a name or an attribute may refer to: `horovod.torch.rank`, `main.<locals>.model`."""
-        root = node
-        while isinstance(root, cst.Attribute):
-            root = root.value
-        scope = self.scopes.get(node) if isinstance(root, cst.Name) else None
-        names = {it.name for it in scope.get_qualified_names_for(node)} if scope is not None else set()
-        for name in [*names]:
-            parameter = next((it for it in self.passed if name == it or name.startswith(it + ".")), None)
-            if parameter is not None:
-                names.add(API[:-1] + name[len(parameter) :])
-        return names
-
-    def imported(self, node: cst.CSTNode) -> set[str]:
-        """Return the qualified names of what a name or an attribute refers to, if that is imported."""
-        scope = self.scopes.get(node)
-        names = scope.get_qualified_names_for(node) if scope is not None else ()
-        return {it.name for it in names if it.source is QualifiedNameSource.IMPORT}
-
-    def horovod(self, node: cst.CSTNode) -> str | None:
-        """Return the name in Horovod's API that a name or an attribute refers to, such as `Compression.fp16`."""
-        names = [name for name in self.qualified(node) if name.startswith(API)]
-        return names[0][len(API) :] if names else None
+    def find(self, kind: type[T], root: cst.CSTNode | None = None) -> list[T]:
+        """Return all nodes of a kind, or those below a node, those inside another before it."""
+        return [it for it in self._all(root or self.module) if isinstance(it, kind)]
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """Yield the nodes around a node, from its parent on."""
@@ -85,115 +75,176 @@ class Source:
         """Return the function around a node."""
         return self.around(node, cst.FunctionDef)
 
-    def find(self, root: cst.CSTNode, kind: type[T]) -> list[T]:
-        """Return all nodes of a kind below a node, in their order."""
-        return [it for it in self._all(root) if isinstance(it, kind)]
+    def body(self, statement: cst.CSTNode | None) -> list[Any]:
+        """Return the statements of the block that a statement stands in."""
+        return list(getattr(self.parents.get(statement), "body", ())) if statement else []  # type: ignore[arg-type]
 
-    def _all(self, root: cst.CSTNode) -> list[cst.CSTNode]:
-        if root not in self._below:
-            self._below[root] = [root, *(it for child in root.children for it in self._all(child))]
-        return self._below[root]
+    def own_line(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        """Return the statement around an expression; None if statements before it would be run more often than it."""
+        for it in self.ancestors(node):
+            if isinstance(it, cst.SimpleStatementLine):
+                return it if len(it.body) == 1 else None
+            if isinstance(it, cst.If):
+                return None if isinstance(self.parents.get(it), cst.If) else it
+            if isinstance(it, (*CONDITIONAL, cst.BaseCompoundStatement)):
+                return None
+        return None
+
+    def target(self, call: cst.CSTNode) -> str | None:
+        """Return the variable that a call's result is assigned to."""
+        simple = m.Assign([m.AssignTarget(m.Name() | m.Attribute(value=m.Name()))])
+        parent: Any = self.parents[call]
+        return self.code(parent.targets[0].target) if m.matches(parent, simple) else None
+
+    def span(self, node: cst.CSTNode, wide: bool = False) -> tuple[int, int]:
+        """Return where a node begins and ends; `wide`: with the comments before it and the end of its line."""
+        place = (self._wide_ranges if wide else self._ranges)[node]
+        start, end = (self._lines[it.line - 1] + it.column for it in (place.start, place.end))
+        return start, end
+
+    def line(self, node: cst.CSTNode) -> int:
+        """Return the line where a node begins."""
+        return self._ranges[node].start.line
+
+    # What it refers to.
+
+    def qualified(self, node: cst.CSTNode) -> set[str]:
+        """Return what a name or an attribute may refer to: `horovod.torch.rank`, `main.<locals>.model`."""
+        scope = self._scopes.get(node) if isinstance(node, (cst.Name, cst.Attribute)) else None
+        names = {it.name for it in scope.get_qualified_names_for(node)} if scope is not None else set()
+        stand_in = {
+            API + it[len(own) :] for own in self.passed for it in names if it == own or it.startswith(f"{own}.")
+        }
+        return names | stand_in
+
+    def modules(self, node: cst.CSTNode) -> set[str]:
+        """Return the last names of the modules that a name or an attribute may be imported from."""
+        scope = self._scopes.get(node)
+        names = scope.get_qualified_names_for(node) if scope is not None else ()
+        imported = (it.name for it in names if it.source is QualifiedNameSource.IMPORT)
+        return {name.rpartition(".")[0].rpartition(".")[2] for name in imported}
+
+    def horovod(self, node: cst.CSTNode) -> str | None:
+        """Return the name in Horovod's API that a name or an attribute refers to, such as `Compression.fp16`."""
+        names = (name for name in sorted(self.qualified(node)) if name.startswith(f"{API}."))
+        return next((name[len(API) + 1 :] for name in names), None)
 
     def key(self, node: cst.CSTNode) -> str | None:
         """Return what identifies a variable in this file: `main.<locals>.model`, or `Class.self.model`."""
         if isinstance(node, cst.Name):
-            scope = self.scopes.get(node)
-            names = {it.name for it in scope.get_qualified_names_for(node)} if scope is not None else set()
-            return min(names, default=None) or None
-        if m.matches(node, m.Attribute(value=m.Name("self"))):
-            owner = self.around(node, cst.ClassDef)
-            return f"{owner.name.value}.self.{node.attr.value}" if owner else None  # type: ignore[attr-defined]
-        return None
+            scope = self._scopes.get(node)
+            return min((it.name for it in scope.get_qualified_names_for(node)), default=None) if scope else None
+        owner = self.around(node, cst.ClassDef) if m.matches(node, m.Attribute(m.Name("self"))) else None
+        return f"{owner.name.value}.self.{node.attr.value}" if owner else None  # type: ignore[attr-defined]
+
+    @cached_property
+    def uses(self) -> dict[str | None, list[Any]]:
+        """All places of each variable, by its key."""
+        result: dict[str | None, list[Any]] = defaultdict(list)
+        for node in self.nodes:
+            parent: Any = self.parents.get(node)
+            is_name = node in (getattr(parent, "attr", None), getattr(parent, "keyword", None))
+            if isinstance(node, (cst.Name, cst.Attribute)) and not is_name and (key := self.key(node)):
+                result[key].append(node)
+        return result
+
+    def assigned(self, node: cst.CSTNode) -> bool:
+        """Return whether a variable is assigned here."""
+        parent = self.parents.get(node)
+        parent = self.parents.get(self.parents[parent]) if isinstance(parent, cst.Element) else parent
+        return isinstance(parent, cst.AssignTarget)
 
     @cached_property
     def words(self) -> set[str]:
         """All names in the file."""
-        return {it.value for it in self.find(self.module, cst.Name)}
+        return {it.value for it in self.find(cst.Name)}
 
-    @cached_property
-    def uses(self) -> dict[str, list[cst.BaseExpression]]:
-        """All places of each variable, by its key."""
-        result: dict[str, list[cst.BaseExpression]] = defaultdict(list)
-        for node in self._all(self.module):
-            parent = self.parents.get(node)
-            is_part = isinstance(parent, cst.Attribute) and parent.attr is node
-            is_keyword = isinstance(parent, cst.Arg) and parent.keyword is node
-            key = None if is_part or is_keyword else self.key(node)
-            if key is not None and isinstance(node, cst.BaseExpression):
-                result[key].append(node)
-        return result
+    # Its text, and changes of it.
 
-    def is_target(self, node: cst.CSTNode) -> bool:
-        """Return whether a variable is assigned here."""
-        parent = self.parents.get(node)
-        return isinstance(parent, cst.AssignTarget) or (
-            isinstance(parent, cst.Element)
-            and isinstance(self.parents.get(self.parents[parent]), cst.AssignTarget)
-        )
+    def code(self, node: cst.CSTNode) -> str:
+        """Return a node's text as it was."""
+        start, end = self.span(node)
+        return self.text[start:end]
 
+    def new(self, node: cst.CSTNode) -> str:
+        """Return an expression's text with the changes inside it."""
+        start, end = self.span(node)
+        return self._apply(start, end, lambda first, last: start < last and first < end)  # what is of the statement
 
-class Folder:
-    """All files that are migrated together."""
+    def result(self) -> str:
+        """Return the changed text."""
+        return self._apply(0, len(self.text))
 
-    def __init__(self, texts: dict[Path, str]) -> None:
-        self.sources = [Source(path, text) for path, text in texts.items()]
-        self.functions: dict[str, list[tuple[Source, cst.FunctionDef]]] = defaultdict(list)
-        self.classes: dict[str, tuple[Source, cst.ClassDef]] = {}
-        for source in self.sources:
-            for function in source.find(source.module, cst.FunctionDef):
-                self.functions[function.name.value].append((source, function))
-            for kind in source.find(source.module, cst.ClassDef):
-                self.classes[kind.name.value] = source, kind
-        for source in self.sources:
-            for arg in source.find(source.module, cst.Arg):
-                if API[:-1] in source.qualified(arg.value) and (place := self.parameter(source, arg)):
-                    place[0].passed.add(str(place[0].key(place[1].name)))
+    def _applied(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the places of the changes between two, without those that are part of another."""
+        for first, last in sorted(self.changes, key=lambda it: (it[0], it[1] > it[0], -it[1])):
+            if start <= first and last <= end:
+                yield first, last
+                start = last
 
-    def calls(self, name: str) -> list[tuple[Source, cst.Call]]:
-        """Return all calls of a name in Horovod's API."""
-        every = ((source, call) for source in self.sources for call in source.find(source.module, cst.Call))
-        return [(source, call) for source, call in every if source.horovod(call.func) == name]
+    def _apply(self, start: int, end: int, takes: Callable[[int, int], bool] = lambda first, last: True) -> str:
+        parts, at = [], start
+        for first, last in self._applied(start, end):
+            if takes(first, last):
+                parts += [self.text[at:first], self.changes[first, last]]
+                at = last
+        return "".join([*parts, self.text[at:end]])
 
-    def owners(self, method: str) -> set[str]:
-        """Return the expressions whose method of this name is called."""
-        every = ((source, call.func) for source in self.sources for call in source.find(source.module, cst.Call))
-        named = m.Attribute(attr=m.Name(method))
-        return {
-            source.code(it.value) for source, it in every if isinstance(it, cst.Attribute) and m.matches(it, named)
-        }
+    def old_line(self, place: int) -> int:
+        """Return the line in which a place of the changed text was."""
+        more = 0
+        for first, last in self._applied(0, len(self.text)):
+            size = len(self.changes[first, last])
+            if place < first + more + size:
+                place = min(place, first + more)
+                break
+            more += size - (last - first)
+        return self.text.count("\n", 0, place - more) + 1
 
-    def parameter(self, source: Source, arg: cst.Arg) -> tuple[Source, cst.Param] | None:
-        """Return the parameter of a function, or of a class's `__init__`, that an argument is for."""
-        call = source.parents[arg]
-        if not isinstance(call, cst.Call) or arg.star:
-            return None
-        candidates = self._functions(source, call)
-        if len(candidates) != 1:
-            return None
-        owner, function = candidates[0]
-        params = [*function.params.posonly_params, *function.params.params]
-        is_method = owner.around(function, cst.ClassDef) is owner.parents.get(owner.parents.get(function))  # type: ignore[arg-type]
-        if is_method and owner.around(function, cst.ClassDef) is not None:
-            params = params[1:]
-        if arg.keyword is not None:
-            named = [it for it in [*params, *function.params.kwonly_params] if it.name.value == arg.keyword.value]
-            return (owner, named[0]) if named else None
-        place = call.args.index(arg)
-        return (owner, params[place]) if place < len(params) else None
+    def replace(self, node: cst.CSTNode, text: str) -> None:
+        """Put a text in the place of an expression."""
+        self.changes[self.span(node)] = text
 
-    def _functions(self, source: Source, call: cst.Call) -> list[tuple[Source, cst.FunctionDef]]:
-        """Return the functions of the folder that a call may be of; of a class its `__init__`."""
-        is_method = isinstance(call.func, cst.Attribute)
-        name = call.func.attr.value if isinstance(call.func, cst.Attribute) else getattr(call.func, "value", "")
-        modules = {it.rpartition(".")[0].rpartition(".")[2] for it in source.imported(call.func)}
-        files = {it.path.stem for it in self.sources}
-        if modules and not modules & files:
-            return []
-        if name in self.classes:
-            owner, kind = self.classes[name]
-            return [(owner, it) for it in owner.find(kind, cst.FunctionDef) if it.name.value == "__init__"]
-        candidates = self.functions.get(name, [])
-        if modules:
-            return [it for it in candidates if it[0].path.stem in modules]
-        candidates = [it for it in candidates if is_method or it[0].around(it[1], cst.ClassDef) is None]
-        return [it for it in candidates if it[0] is source] or candidates
+    def insert(self, place: int, text: str) -> None:
+        """Put a text behind what has been inserted at a place."""
+        self.changes[place, place] = self.changes.get((place, place), "") + text
+
+    def keep(self, items: Sequence[cst.CSTNode], kept: Sequence[cst.CSTNode]) -> None:
+        """Keep some of a call's arguments, or of a function's parameters."""
+        ends = self.span(items[0])[0], self.span(items[-1])[1]
+        self.changes[ends] = ", ".join(self.new(it) for it in kept)
+
+    def indent(self, statement: cst.CSTNode) -> str:
+        """Return what stands before a statement in its line."""
+        start = self.span(statement)[0]
+        depth = sum(by for first, last, by in self.shifts if first <= start < last)
+        own = self.text[self.text.rfind("\n", 0, start) + 1 : start]
+        return own[len(self.module.default_indent) :] if depth < 0 else own + self.module.default_indent * depth
+
+    def shift(self, start: int, end: int, by: int) -> None:
+        """Indent the lines that begin between two places."""
+        unit = self.module.default_indent
+        for line in self._lines:
+            if start < line < end and self.text[line] != "\n" and (by > 0 or self.text.startswith(unit, line)):
+                self.changes[line, line + len(unit) * (by < 0)] = unit * (by > 0)
+        self.shifts.append((start, end, by))
+
+    def remove(self, statements: Sequence[cst.CSTNode]) -> None:
+        """Take statements out, with conditions and blocks that would be empty."""
+        removed = set(statements)
+        for block in self.find(cst.IndentedBlock):  # the inner ones first
+            gone = [it for it in block.body if it in removed]
+            if len(gone) < len(block.body):
+                continue
+            around = self.parents[block]
+            is_whole = isinstance(around, (cst.If, cst.Try)) and not getattr(around, "orelse", None)
+            if is_whole and not isinstance(self.parents.get(around), cst.If):
+                removed.add(around)
+            else:
+                removed.discard(gone[-1])
+                self.changes[self.span(gone[-1])] = "pass"
+        for statement in removed:
+            start, end = self.span(statement, wide=True)
+            if not self.changes.get((start, start), "x").strip():  # it only indents what is taken out
+                del self.changes[start, start]
+            self.changes[start, end] = ""

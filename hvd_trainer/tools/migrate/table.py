@@ -33,6 +33,8 @@ class Table(msgspec.Struct, frozen=True):
     rules: list[Rule]
     by_hand: dict[str, str]
     """what has no counterpart, by the first part of its name, and what to do instead"""
+    hooks: dict[str, str]
+    """functions for register_comm_hook"""
 
 
 TABLE = msgspec.yaml.decode(Path(__file__).with_name("rules.yaml").read_bytes(), type=Table)

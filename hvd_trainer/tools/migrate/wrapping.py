@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import libcst as cst
 from libcst import matchers as m
 
-from hvd_trainer.tools.migrate.flow import OF_DDP, Holder, NotFollowedError, follow
-from hvd_trainer.tools.migrate.source import Folder, Source
-from hvd_trainer.tools.migrate.table import BY_NAME
+from hvd_trainer.tools.migrate.flow import BACKWARD, OF_DDP, Folder, Holder, NotFollowedError, follow
+from hvd_trainer.tools.migrate.source import Source
+from hvd_trainer.tools.migrate.table import BY_NAME, TABLE
 
 SIGNATURE = [
     *("optimizer", "named_parameters", "compression", "backward_passes_per_step", "op"),
-    *("gradient_predivide_factor", "num_groups", "groups", "sparse_as_dense", "process_set"),
+    *("gradient_predivide_factor", "num_groups", "groups", "sparse_as_dense"),
 ]
-HOOKS = {
-    "sum_gradients": '''
-def sum_gradients(state, bucket):
-    """Sum the gradients over all ranks, in place of DDP's average."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda summed: summed.value()[0])
-''',
-    "average_gradients": '''
-def average_gradients(state, bucket):
-    """Average the gradients over all ranks, dividing after the sum."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda summed: summed.value()[0].div_(dist.get_world_size()))
-''',
-    "predivided": '''
-def average_gradients(factor, bucket):
-    """Average the gradients over all ranks, dividing by the factor before the sum, and by the rest after it."""
-    work = dist.all_reduce(bucket.buffer().div_(factor), async_op=True)
-    return work.get_future().then(lambda summed: summed.value()[0].mul_(factor / dist.get_world_size()))
-''',
+USUAL = {
+    "compression": ("Compression.none", "hvd.Compression.none"),
+    "backward_passes_per_step": ("1",),
+    "op": ("Average",),
+    "gradient_predivide_factor": ("1", "1.0"),
 }
-"""Functions that stand before the one that registers them."""
+"""Options that change what is exchanged, and the values with which they do not."""
+Cases = list[tuple[str | None, str]]
+"""Values of an option, with the conditions under which it has them."""
 
 
 @dataclass(eq=False)
@@ -48,20 +37,18 @@ class Wrapping:
     optimizer: cst.Call
     """the call of DistributedOptimizer"""
     place: cst.SimpleStatementLine
-    """where DDP(...) is written: a broadcast of the parameters, or the optimizer's statement"""
+    """where DDP(...) is written: the optimizer's statement, or a broadcast of the parameters behind it"""
     model: str
     key: str
     holder: Holder
-    passes: cst.BaseExpression | None = None
-    """backward_passes_per_step, if it is not 1"""
-    hook: str | None = None
-    """name in HOOKS"""
     lines: list[str] = field(default_factory=list)
     """statements in place of `place`"""
+    hook: str | None = None
+    """name in the table"""
+    passes: bool = False
+    """whether gradients are added up in several passes"""
     guard: cst.CSTNode | None = None
     """the condition under which it is wrapped; before it the model stands for itself"""
-    before: tuple[cst.CSTNode, list[str]] | None = None
-    """a condition that it does not need, and the statements that stand before it instead of `lines`"""
     unused: list[cst.CSTNode] = field(default_factory=list)
     """assignments of options that are needed no more"""
     notes: list[tuple[int, str, str]] = field(default_factory=list)
@@ -70,273 +57,211 @@ class Wrapping:
     @property
     def name(self) -> str:
         """The wrapped model: `ddp_model`, `self.ddp_model`."""
-        *before, last = self.model.split(".")
-        return ".".join([*before, f"ddp_{last}"])
+        return re.sub(r"(\w+)$", r"ddp_\1", self.model)
 
 
-def bind(call: cst.Call, signature: Sequence[str]) -> dict[str, cst.Arg] | None:
-    """Return a call's arguments by their names; None if it has others."""
-    bound: dict[str, cst.Arg] = {}
+def bind(call: cst.Call, signature: Sequence[str]) -> dict[str, Any] | None:
+    """Return the values of a call's arguments by their names; None if it has others."""
+    bound: dict[str, Any] = {}
     for place, arg in enumerate(call.args):
         name = arg.keyword.value if arg.keyword else signature[place] if place < len(signature) else ""
         if arg.star or name not in signature or name in bound:
             return None
-        bound[name] = arg
+        bound[name] = arg.value
     return bound
 
 
-def statement_of(source: Source, node: cst.CSTNode) -> cst.SimpleStatementLine | None:
-    """Return the simple statement around a node."""
-    return source.around(node, cst.SimpleStatementLine)
+def broadcast_of(source: Source, call: cst.Call) -> tuple[Any, str, str] | None:
+    """Return the model whose parameters are broadcast, its method that names them, and the rank."""
+    bound = bind(call, ["params", "root_rank"]) or {}
+    named = m.Call(m.Attribute(attr=m.Name("state_dict") | m.Name("named_parameters")))
+    if not m.matches(bound.get("params", call), named):
+        return None
+    root = source.code(bound["root_rank"]) if "root_rank" in bound else "0"
+    return bound["params"].func.value, bound["params"].func.attr.value, root
 
 
-def owner_of(node: cst.BaseExpression) -> cst.BaseExpression:
-    """Return the model in `model.state_dict()`."""
-    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        return node.func.value
-    return node
-
-
-def plan(folder: Folder, source: Source, call: cst.Call, only: bool) -> Wrapping:
+def plan(folder: Folder, source: Source, call: cst.Call) -> Wrapping:
     """Return how the model of an optimizer is wrapped.
-
-    Args:
-        only: whether the folder has no other DistributedOptimizer.
 
     Raises:
         NotFollowedError: DDP cannot stand for this optimizer, or it cannot be seen whether it can.
     """
-    options = bind(call, SIGNATURE)
-    if options is None or "process_set" in options:
+    options, statement = bind(call, SIGNATURE), source.around(call, cst.SimpleStatementLine)
+    if options is None or statement is None:
         raise NotFollowedError("its options are not those of one exchange among all ranks")
+    sent = [(it, broadcast_of(source, it)) for at, it in folder.calls("broadcast_parameters") if at is source]
+    whole = [(it, of[0]) for it, of in sent if of is not None and of[2] == "0"]
     named = options.get("named_parameters")
-    if named is not None and not m.matches(named.value, m.Call(m.Attribute(attr=m.Name("named_parameters")))):
-        raise NotFollowedError("its named_parameters are not those of one model")
-    model = owner_of(named.value) if named else None
-    statement = statement_of(source, call)
-    if statement is None:
-        raise NotFollowedError("it is part of a larger statement")
-    where, place, owner = source, statement, model
-    for other, broadcast in folder.calls("broadcast_parameters"):
-        sent = owner_of(broadcast.args[0].value)
-        is_same = model is not None and other is source and other.key(sent) == source.key(model)
-        line = statement_of(other, broadcast)
-        if (
-            line is not None
-            and root_of(other, broadcast) == "0"
-            and (is_same or (only and (model is None or source.key(model) is None)))
-        ):
-            where, place, owner = other, line, sent
-            break
-    key = where.key(owner) if owner is not None else None
-    if (
-        named is None
-        and owner is not None
-        and not _has_only(source, options["optimizer"].value, where.code(owner))
-    ):
-        owner = None
-    if owner is None or key is None:
-        raise NotFollowedError(
-            "it is not seen which model it trains: name it, as in named_parameters=model.named_parameters()"
-        )
-    if place is not statement and _moves_later(where, key, place):
-        place = statement
-    if (
-        place is not statement
-        and where.function(place) is not source.function(statement)
-        and set(options) - {"optimizer", "named_parameters"}
-    ):
-        where, place, owner = source, statement, model
-        key = source.key(model) if model is not None else None
-        if key is None:
-            raise NotFollowedError("its options are not known where the parameters are broadcast")
-    result = Wrapping(where, call, place, where.code(owner), key, Holder(where, key))  # type: ignore[arg-type]
+    if named is not None and m.matches(named, m.Call(m.Attribute(attr=m.Name("named_parameters")))):
+        model = named.func.value
+    elif named is None and whole and _has_only(source, options["optimizer"], source.code(whole[0][1])):
+        model = whole[0][1]
+    else:
+        raise NotFollowedError("it is not seen which model it trains: give it named_parameters=model.named_parameters()")
+    if (key := source.key(model)) is None:
+        raise NotFollowedError(f"`{source.code(model)}` is more than a variable")
+    block = source.body(statement)
+    lines = [source.own_line(it) for it, of in whole if source.key(of) == key]
+    later = [it for it in lines if it in block and block.index(it) > block.index(statement)]
+    place: Any = later[0] if later else statement
+    result = Wrapping(source, call, place, source.code(model), key, follow(folder, source, key, place))
     _check_scope(result)
-    result.holder = follow(folder, where, key, place)
     if not result.holder.trains:
         raise NotFollowedError("no training call of the model is seen in these files")
-    _check_holders(folder, result.holder)
-    if result.guard is not None and not _is_several(where, result.guard) and _needs_module(result.holder):
-        raise NotFollowedError(
-            "it is wrapped under a condition only, and others ask for what a wrapped model has not"
-        )
-    _write(result, source, options)
-    if result.guard is not None and _is_several(where, result.guard):
-        result.before, result.lines, result.guard = (result.guard, result.lines), [], None
+    _check_others(folder, result)
+    _write(result, options)
     return result
-
-
-def _is_several(source: Source, condition: cst.CSTNode) -> bool:
-    """Return whether a condition is that there is more than one process, which DDP does not need."""
-    several = m.Comparison(m.Call(), [m.ComparisonTarget(m.GreaterThan(), m.Integer("1"))])
-    test = condition.test if isinstance(condition, cst.If) and m.matches(condition.test, several) else None
-    return test is not None and source.horovod(test.left.func) == "size"  # type: ignore[attr-defined]
-
-
-def _needs_module(root: Holder) -> bool:
-    others = [it for it in root.all()[1:] if it.trains]
-    asks = any(attribute.attr.value not in OF_DDP for it in others for attribute in it.attributes)
-    return asks or any(not to.trains for it in others for _, to in it.passed)
-
-
-def root_of(source: Source, broadcast: cst.Call) -> str:
-    """Return the rank whose parameters are broadcast."""
-    bound = bind(broadcast, ["params", "root_rank", "process_set"]) or {}
-    return source.code(bound["root_rank"].value) if "root_rank" in bound else "0"
 
 
 def _has_only(source: Source, optimizer: cst.BaseExpression, model: str) -> bool:
     """Return whether an optimizer is seen to have the parameters of one model, and no others."""
-    made = [source.parents[source.parents[it]] for it in source.uses.get(str(source.key(optimizer)), [])]
+    made = [source.parents[source.parents[it]] for it in source.uses[source.key(optimizer)]]
     text = "".join(source.code(it.value) for it in made if isinstance(it, cst.Assign)) or source.code(optimizer)
     return {*re.findall(r"([\w.]+)\.(?:named_)?parameters\(", text)} == {model}
 
 
-def _moves_later(source: Source, key: str, place: cst.CSTNode) -> bool:
-    """Return whether the model goes to its device only after a statement."""
-    for node in source.uses.get(key, []):
-        parent = source.parents[node]
-        moves = isinstance(parent, cst.Attribute) and parent.attr.value in ("cuda", "to")
-        if moves and source.function(node) is source.function(place) and source.line(node) > source.line(place):
-            return True
-    return False
-
-
 def _check_scope(plan: Wrapping) -> None:
     """Find out whether the wrapped model is known wherever the model is."""
-    source, place, key = plan.source, plan.place, plan.key
-    targets = [node for node in source.uses[key] if source.is_target(node)]
+    source, place = plan.source, plan.place
+    targets = [node for node in source.uses[plan.key] if source.assigned(node)]
     function = source.function(place)
-    later = [it for it in targets if source.function(it) is function and source.line(it) > source.line(place)]
-    if later:
-        raise NotFollowedError(f"`{plan.model}` is assigned again after that, in line {source.line(later[0])}")
-    owner = source.around(place, cst.ClassDef) if key.count(".self.") else None
-    if owner is not None and any("Module" in source.code(base) for base in owner.bases):
-        raise NotFollowedError("the model is part of a module, which would have it twice")
-    if ".self." not in key:
-        depth = key.count(".<locals>.")
-        inside = len([it for it in source.ancestors(place) if isinstance(it, cst.FunctionDef)])
-        if depth < inside and depth == 0:
-            plan.lines.append(f"global {plan.name}")
-        elif depth < inside:
-            raise NotFollowedError(f"`{plan.model}` belongs to a function around the one that broadcasts it")
-    conditions = [
-        it
-        for it in source.ancestors(place)
-        if isinstance(it, cst.If)
-        and source.function(it) is function
-        and "__name__" not in source.code(it.test)
-        and not isinstance(source.parents.get(it), (cst.If, cst.Else))
-    ]
-    if conditions:
-        within = [node for node in targets if conditions[-1] in source.ancestors(node)]
-        if len(within) not in (0, len(targets)):
-            raise NotFollowedError(f"`{plan.model}` is another one on each side of the condition around it")
-        plan.guard = None if within else conditions[-1]
+    for node in targets:
+        if source.function(node) is function and source.line(node) > source.line(place):
+            raise NotFollowedError(f"`{plan.model}` is assigned again after that, in line {source.line(node)}")
+    if ".self." in plan.key:
+        owner: Any = source.around(place, cst.ClassDef)
+        if any("Module" in source.code(base) for base in owner.bases):
+            raise NotFollowedError("the model is part of a module, which would have it twice")
+    elif plan.key.count("<locals>") != sum(isinstance(it, cst.FunctionDef) for it in source.ancestors(place)):
+        raise NotFollowedError(f"`{plan.model}` is not a variable of the function that makes its optimizer")
+    for it in source.ancestors(place):
+        if isinstance(it, cst.If) and source.function(it) is function and "__name__" not in source.code(it.test):
+            inside = [node for node in targets if it in source.ancestors(node)]
+            if inside and len(inside) < len(targets):
+                raise NotFollowedError(f"`{plan.model}` is another one on each side of the condition around it")
+            plan.guard = it if not inside else plan.guard
 
 
-def _check_holders(folder: Folder, root: Holder) -> None:
-    """See that whoever gets the wrapped model always gets it, where that matters."""
-    given: dict[tuple[Source, str], int] = {}
-    for holder in root.all():
-        for _, to in holder.passed:
-            given[to.source, to.key] = given.get((to.source, to.key), 0) + 1
-    for holder in root.all()[1:]:
-        if not holder.trains or all(it.attr.value in OF_DDP for it in holder.attributes):
+def _check_others(folder: Folder, plan: Wrapping) -> None:
+    """See that whoever gets the wrapped model always gets it, where it asks for more than a wrapped one has."""
+    others = plan.holder.others
+    for it in others:
+        asks = any(attribute.attr.value not in OF_DDP for attribute in it.attributes)
+        if not it.trains or not (asks or any(not to.trains for _, to in it.passed)):
             continue
-        places = 0
-        for source in folder.sources:
-            for arg in source.find(source.module, cst.Arg):
-                given_to = folder.parameter(source, arg)
-                places += (
-                    given_to is not None
-                    and given_to[0] is holder.source
-                    and given_to[0].key(given_to[1].name) == holder.key
-                )
-        if places > given[holder.source, holder.key]:
-            raise NotFollowedError(f"`{holder.key}` gets other models, too")
+        if plan.guard is not None:
+            raise NotFollowedError("it is wrapped under a condition only, and others ask for what a wrapped model has not")
+        given = sum(folder.parameter(*arg) == (it.source, it.key) for arg in folder.args)
+        if given > sum((to.source, to.key) == (it.source, it.key) for to in others):
+            raise NotFollowedError(f"`{it.key}` gets other models, too")
 
 
-def _write(plan: Wrapping, source: Source, options: dict[str, cst.Arg]) -> None:
+def _write(plan: Wrapping, options: Mapping[str, Any]) -> None:
     """Write the statements that wrap the model and register its hook."""
-    plan.passes = _beyond(options, "backward_passes_per_step", "1")
-    factor = _beyond(options, "gradient_predivide_factor", "1", "1.0")
-    ops = _cases(plan, source, options.get("op"), "Average")
-    codes = _cases(plan, source, options.get("compression"), "Compression.none")
-    rows = {"op": ops != [(None, "Average")], "gradient_predivide_factor": factor is not None}
-    rows |= {
-        "compression": codes != [(None, "Compression.none")],
-        "backward_passes_per_step": plan.passes is not None,
-    }
-    for name in (name for name, is_used in rows.items() if is_used and name not in BY_NAME):
-        raise NotFollowedError(f"{name}=... has no rule")
-    line = source.line(plan.optimizer)
-    base = None
-    for condition, op in ops:
+    cases = {name: _cases(plan, options.get(name), *usual) for name, usual in USUAL.items()}
+    changed = {name for name, values in cases.items() if values != [(None, USUAL[name][0])]}
+    if missing := sorted(changed - {*BY_NAME}):
+        raise NotFollowedError(f"{missing[0]}=... has no rule")
+    plan.passes = "backward_passes_per_step" in changed
+    name, state, hook = plan.name, "None", None
+    for condition, op in cases["op"]:
         if op == "Adasum" and condition is not None:
             text = "Adasum has no counterpart in torch.distributed"
             plan.lines.append(f'if {condition}:\n    raise ValueError("{text}")')
-            plan.notes.append((line, f"op=Adasum if {condition}", f"{text}: the script says so now, and ends"))
-        elif op == "Sum" and condition is None and len(ops) == 1:
-            base = "sum_gradients"
+            said = (plan.source.line(plan.optimizer), f"op=Adasum if {condition}", f"{text}: the script says so, and ends")
+            plan.notes.append(said)
+        elif op == "Sum" and condition is None and len(cases["op"]) == 1:
+            hook = plan.hook = "sum_gradients"
         elif op != "Average":
             raise NotFollowedError(f"{op or 'its op'} has no counterpart in DDP")
-    name = plan.name
+    if "gradient_predivide_factor" in changed and hook is None:
+        hook, plan.hook, state = "average_gradients", "predivided", plan.source.code(options["gradient_predivide_factor"])
     plan.lines.append(f"{name} = DDP({plan.model}, broadcast_buffers=False)")
-    state = "None"
-    if factor is not None and base is None:
-        base, state, plan.hook = "average_gradients", source.code(factor), "predivided"
-    hook = base or "average_gradients"
-    chosen = [(condition, code) for condition, code in codes if code != "Compression.none"]
+    chosen = [case for case in cases["compression"] if case[1] != "Compression.none"]
+    if len(chosen) > 1 or any(code not in ("Compression.fp16", "Compression.bf16") for _, code in chosen):
+        raise NotFollowedError("its compression is not hvd.Compression.fp16 or bf16")
     for condition, code in chosen:
-        kind = code.removeprefix("Compression.")
-        if kind not in ("fp16", "bf16") or len(chosen) > 1:
-            raise NotFollowedError("its compression is not hvd.Compression.fp16 or bf16")
-        if condition is not None and base is not None:
-            plan.lines.append(
-                f"hook = {base}\nif {condition}:\n    hook = default_hooks.{kind}_compress_wrapper(hook)"
-            )
-            hook, condition = "hook", None
-        else:
-            hook = f"default_hooks.{kind}_compress_wrapper({hook})"
-        call = f"{name}.register_comm_hook({state}, {hook})"
-        plan.lines.append(call if condition is None else f"if {condition}:\n    {call}")
-    if base is not None and not chosen:
+        inner, plan.hook = hook or "average_gradients", plan.hook or "average_gradients"
+        wrapped = f"default_hooks.{code.removeprefix('Compression.')}_compress_wrapper({inner})"
+        hook = wrapped if condition is None else f"{wrapped} if {condition} else {hook}" if hook else hook
+        if condition is not None and hook is None:
+            plan.lines.append(f"if {condition}:\n    {name}.register_comm_hook(None, {wrapped})")
+    if hook is not None:
         plan.lines.append(f"{name}.register_comm_hook({state}, {hook})")
-    if plan.hook is None:
-        plan.hook = next((it for it in HOOKS if any(it in line for line in plan.lines)), None)
 
 
-def _beyond(options: dict[str, cst.Arg], name: str, *usual: str) -> cst.BaseExpression | None:
-    """Return an option's value, if it is given and not the usual one."""
-    value = options[name].value if name in options else None
-    return None if isinstance(value, (cst.Integer, cst.Float)) and value.value in usual else value
-
-
-def _cases(plan: Wrapping, source: Source, arg: cst.Arg | None, usual: str) -> list[tuple[str | None, str]]:
+def _cases(plan: Wrapping, value: Any, usual: str, *also: str) -> Cases:
     """Return an option's values with their conditions, where it may be a variable that was chosen before."""
-    if arg is None:
+    source = plan.source
+    if value is None or source.code(value) in (usual, *also):
         return [(None, usual)]
-    value = arg.value
-    key = source.key(value)
-    if key is not None and source.horovod(value) is None:
-        uses = source.uses[key]
-        targets = [source.parents[source.parents[it]] for it in uses if source.is_target(it)]
-        if len(targets) == 1 and isinstance(targets[0], cst.Assign):
-            value = targets[0].value
-            if len(uses) == 2:
-                plan.unused.append(source.parents[targets[0]])
+    uses = source.uses[source.key(value)] if source.horovod(value) is None else []
+    targets = [source.parents[source.parents[it]] for it in uses if source.assigned(it)]
+    if len(targets) == 1 and isinstance(targets[0], cst.Assign):
+        value = targets[0].value
+        plan.unused += [source.parents[targets[0]]] if len(uses) == 2 else []
     if isinstance(value, cst.IfExp):
-        test, body, other = source.code(value.test), source.horovod(value.body), source.horovod(value.orelse)
+        test, body, other = source.code(value.test), source.horovod(value.body) or "", source.horovod(value.orelse) or ""
         if body == usual:
             is_simple = isinstance(value.test, (cst.Name, cst.Attribute, cst.Call))
             test, body, other = f"not {test}" if is_simple else f"not ({test})", other, body
-        return [(test, body or ""), (None, other or "")]
+        return [(test, body), (None, other)]
     return [(None, source.horovod(value) or "")]
 
 
-def optimizer_names(folder: Folder) -> set[str]:
-    """Return by which names the optimizers are known: the last part of what they are assigned to."""
-    made = [(source, source.parents[call]) for source, call in folder.calls("DistributedOptimizer")]
-    names = {source.code(it.targets[0].target) for source, it in made if isinstance(it, cst.Assign)}
-    return {name.split(".")[-1] for name in [*names, *folder.owners("skip_synchronize")]}
+def find_passes(source: Source, call: cst.Call, model: str, optimizers: set[str]) -> tuple[list[Any], str] | None:
+    """Return the statements of a pass that has a training call, and what they are put under; None if it is not seen.
+
+    The last pass exchanges. It is that before a step, in the condition around it, or the last of a loop that ends
+    before the step.
+    """
+    loop, function = source.around(call, cst.For), source.function(call)
+    body = list(loop.body.body) if loop is not None else []
+    inside = [it for it in body if it in source.ancestors(call)]
+    back = [it for it in body if m.findall(it, BACKWARD)]
+    if loop is None or source.function(loop) is not function or not inside or not back:
+        return None
+    pass_ = body[body.index(inside[0]) : body.index(back[-1]) + 1]
+    has_long = any("\n" in source.code(it) for part in pass_ for it in source.find(cst.BaseString, part))
+    mine = [it for it in source.find(cst.Call, function) if _gives(source, it, optimizers)]
+    steps = [it for it in mine if m.matches(it.func, m.Attribute(attr=m.Name("step")))]
+    other = [it for it in mine if it not in steps and not m.matches(it.func, m.Attribute(attr=m.Name("unscale_")))]
+    in_loop = [it for it in steps if loop in source.ancestors(it)]
+    if not pass_ or has_long or not steps or any(loop in source.ancestors(it) for it in other):
+        return None
+    if not in_loop:
+        return _last_of(source, loop, pass_, model)
+    held: list[Any] = [part for part in body if {part} & {*source.ancestors(in_loop[0])}]
+    names = {it.value for it in source.find(cst.Name, held[0].test)} if isinstance(held[0], cst.If) else set()
+    between = body[body.index(pass_[0]) : body.index(held[0])]
+    changed = {
+        it.value
+        for part in between
+        for it in source.find(cst.Name, part)
+        if source.assigned(it) or isinstance(source.parents[it], cst.AugAssign)
+    }
+    is_one = all(held[0] in source.ancestors(it) for it in steps) and isinstance(held[0], cst.If) and not held[0].orelse
+    if not is_one or names & changed or pass_[-1] not in between:
+        return None
+    return pass_, f"contextlib.nullcontext() if {source.code(held[0].test)} else {model}.no_sync()"
+
+
+def _gives(source: Source, call: cst.Call, optimizers: set[str]) -> bool:
+    """Return whether a call makes an optimizer's step, or gets the optimizer and may make it."""
+    own = [call.func.value] if m.matches(call.func, m.Attribute(attr=m.Name("step"))) else []  # type: ignore[attr-defined]
+    return any(source.code(it).split(".")[-1] in optimizers for it in (*own, *(arg.value for arg in call.args)))
+
+
+def _last_of(source: Source, loop: cst.For, pass_: list[Any], model: str) -> tuple[list[Any], str] | None:
+    iterated, target = loop.iter, source.code(loop.target)
+    if m.matches(loop, m.For(target=m.Name(), iter=m.Call(m.Name("range")))):
+        words = [source.code(arg.value) for arg in iterated.args]  # type: ignore[attr-defined]
+        stop, step = words[min(1, len(words) - 1)], [*words, "1"][2] if len(words) > 1 else "1"
+        return pass_, f"{model}.no_sync() if {target} + {step} < {stop} else contextlib.nullcontext()"
+    if not isinstance(iterated, (cst.Name, cst.Attribute)):
+        return None
+    text, number = source.code(iterated), "number" if "number" not in source.words else "pass_number"
+    source.replace(iterated, f"enumerate({text}, start=1)")
+    source.replace(loop.target, f"{number}, ({target})" if "," in target and target[0] != "(" else f"{number}, {target}")
+    return pass_, f"contextlib.nullcontext() if {number} == len({text}) else {model}.no_sync()"

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from migrate_cases import CASES
+from migrate_cases import CASES, HEAD, IMPORTS
 
 from hvd_trainer import cli
 from hvd_trainer.errors import OptionError
@@ -15,7 +15,6 @@ from hvd_trainer.tools.migrate import cli as migrate_cli
 from hvd_trainer.tools.migrate.migration import Migrated, migrate
 from hvd_trainer.tools.migrate.table import BY_NAME, TABLE, Rule
 
-IMPORT = "import torch\nimport horovod.torch as hvd\n"
 WRAPPED = """
 model = Net()
 optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), named_parameters=model.named_parameters(){})
@@ -24,51 +23,51 @@ for data in load():
     optimizer.step()
 """
 LEFT = {
-    "process sets": (IMPORT + "group = hvd.add_process_set([0, 1])\n", "dist.new_group(ranks)"),
-    "of a process set": (IMPORT + "hvd.allreduce_(x, process_set=group)\n", "hvd.allreduce_"),
-    "Adasum": (IMPORT + WRAPPED.format(", op=hvd.Adasum", "model(data)"), "Adasum has no counterpart in DDP"),
+    "process sets": (HEAD + "group = hvd.add_process_set([0, 1])\n", "dist.new_group(ranks)"),
+    "of a process set": (HEAD + "hvd.allreduce_(x, process_set=group)\n", "hvd.allreduce_"),
+    "Adasum": (HEAD + WRAPPED.format(", op=hvd.Adasum", "model(data)"), "Adasum has no counterpart in DDP"),
     "Adasum by an option": (
-        IMPORT + WRAPPED.format(", op=hvd.Adasum if adasum else hvd.Average", "model(data)"),
+        HEAD + WRAPPED.format(", op=hvd.Adasum if adasum else hvd.Average", "model(data)"),
         "the script says so now",
     ),
-    "elastic": (IMPORT + "@hvd.elastic.run\ndef train(state):\n    pass\n", "torchrun --max-restarts"),
+    "elastic": (HEAD + "@hvd.elastic.run\ndef train(state):\n    pass\n", "torchrun --max-restarts"),
     "elastic sampler": (
-        IMPORT + "sampler = hvd.elastic.ElasticSampler(data)\nsampler.record_batch(0, 8)\n",
+        HEAD + "sampler = hvd.elastic.ElasticSampler(data)\nsampler.record_batch(0, 8)\n",
         "hvd.elastic.ElasticSampler",
     ),
-    "timelines": (IMPORT + "hvd.start_timeline('trace.json')\n", "torch.profiler"),
+    "timelines": (HEAD + "hvd.start_timeline('trace.json')\n", "torch.profiler"),
     "horovod.run": ("import horovod\n\nif __name__ == '__main__':\n    horovod.run(main, np=2)\n", "horovod.run"),
     "own compression": (
-        IMPORT + WRAPPED.format(", compression=TopK", "model(data)"),
+        HEAD + WRAPPED.format(", compression=TopK", "model(data)"),
         "its compression is not hvd.Compression.fp16 or bf16",
     ),
     "changed API": (
-        IMPORT + WRAPPED.format(", topk=3", "model(data)"),
+        HEAD + WRAPPED.format(", topk=3", "model(data)"),
         "its options are not those of one exchange",
     ),
     "dynamic names": (
-        IMPORT + "for name, value in metrics.items():\n    mean = hvd.allreduce(value, name=name)\n",
+        HEAD + "for name, value in metrics.items():\n    mean = hvd.allreduce(value, name=name)\n",
         "hvd.allreduce",
     ),
     "gradients through a collective": (
-        IMPORT + "class Net:\n    def forward(self, x):\n        return head(hvd.allgather(x))\n",
+        HEAD + "class Net:\n    def forward(self, x):\n        return head(hvd.allgather(x))\n",
         "hvd.allgather",
     ),
-    "methods": (IMPORT + WRAPPED.format("", "model.loss_of(data)"), "the training calls `model.loss_of`"),
+    "methods": (HEAD + WRAPPED.format("", "model.loss_of(data)"), "the training calls `model.loss_of`"),
     "unknown function": (
-        IMPORT + WRAPPED.format("", "loss_of(model, data)"),
+        HEAD + WRAPPED.format("", "loss_of(model, data)"),
         "the training gives the model to `loss_of`, which is not in these files",
     ),
-    "no training": (IMPORT + WRAPPED.format("", "loss"), "no training call of the model is seen"),
+    "no training": (HEAD + WRAPPED.format("", "loss"), "no training call of the model is seen"),
     "wrapped again": (
-        IMPORT
+        HEAD
         + WRAPPED.format("", "model(data)").replace(
             "for data", "model, optimizer = amp(model, optimizer)\nfor data"
         ),
         "`model` is assigned again",
     ),
     "one of two models": (
-        IMPORT
+        HEAD
         + """
 def build(args):
     model = Net()
@@ -82,7 +81,7 @@ def build(args):
         "another one on each side of the condition",
     ),
     "trained by another name": (
-        IMPORT
+        HEAD
         + WRAPPED.format("", "wrapped(data)").replace(
             "for data", "def use():\n    run(compile(model))\n\nfor data"
         )
@@ -90,32 +89,32 @@ def build(args):
         "the model is trained as `net`",
     ),
     "an optimizer of two models": (
-        IMPORT
+        HEAD
         + "hvd.broadcast_parameters(one.state_dict())\nopt = SGD(chain(one.parameters(), two.parameters()))\n"
         + "opt = hvd.DistributedOptimizer(opt)\none(1).backward()\n",
         "it is not seen which model it trains",
     ),
-    "groups at the start": (IMPORT + "hvd.init(process_sets=[hvd.ProcessSet([0])])\n", "hvd.init"),
+    "groups at the start": (HEAD + "hvd.init(process_sets=[hvd.ProcessSet([0])])\n", "hvd.init"),
     "wrapped under a condition": (
-        CASES["wrapped if there are several"][0].replace("hvd.size() > 1", "args.distributed"),
+        CASES["model returned"].before.replace("    optimizer = hvd", "    if args.distributed:\n        optimizer = hvd"),
         "it is wrapped under a condition only",
     ),
     "sum of unseen passes": (
-        IMPORT + WRAPPED.format(", op=hvd.Sum, backward_passes_per_step=2", "model(data)"),
+        HEAD + WRAPPED.format(", op=hvd.Sum, backward_passes_per_step=2", "model(data)"),
         "its sums of several passes are not seen",
     ),
     "unseen passes": (
-        IMPORT + WRAPPED.format(", backward_passes_per_step=2", "model(data)"),
+        HEAD + WRAPPED.format(", backward_passes_per_step=2", "model(data)"),
         "it is right without, and slower",
     ),
-    "a handle in a list": (IMPORT + "handles.append(hvd.allreduce_async_(x))\n", "hvd.allreduce_async_"),
-    "in a comprehension": (IMPORT + "means = [hvd.allreduce(x) for x in values]\n", "hvd.allreduce"),
-    "on a condition's line": (IMPORT + "if ready: x = hvd.allreduce(x)\n", "hvd.allreduce"),
-    "on one line with others": (IMPORT + "x = 3; x = hvd.allreduce(x)\n", "hvd.allreduce"),
-    "an average that is not known": (IMPORT + "x = hvd.allreduce(x, average=args.mean)\n", "hvd.allreduce"),
-    "factors": (IMPORT + "x = hvd.allreduce(x, prescale_factor=0.5)\n", "hvd.allreduce"),
-    "splits": (IMPORT + "x, sizes = hvd.alltoall(x, splits)\n", "hvd.alltoall"),
-    "unknown calls": (IMPORT + "print(hvd.is_homogeneous())\n", "write it with torch.distributed"),
+    "a handle in a list": (HEAD + "handles.append(hvd.allreduce_async_(x))\n", "hvd.allreduce_async_"),
+    "in a comprehension": (HEAD + "means = [hvd.allreduce(x) for x in values]\n", "hvd.allreduce"),
+    "on a condition's line": (HEAD + "if ready: x = hvd.allreduce(x)\n", "hvd.allreduce"),
+    "on one line with others": (HEAD + "x = 3; x = hvd.allreduce(x)\n", "hvd.allreduce"),
+    "an average that is not known": (HEAD + "x = hvd.allreduce(x, average=args.mean)\n", "hvd.allreduce"),
+    "factors": (HEAD + "x = hvd.allreduce(x, prescale_factor=0.5)\n", "hvd.allreduce"),
+    "splits": (HEAD + "x, sizes = hvd.alltoall(x, splits)\n", "hvd.alltoall"),
+    "unknown calls": (HEAD + "print(hvd.is_homogeneous())\n", "write it with torch.distributed"),
     "hosts": ("horovodrun -np 4 -H node1:2,node2:2 python train.py\n", "--rdzv-endpoint"),
 }
 
@@ -125,34 +124,36 @@ def one(text: str, name: str = "train.py") -> Migrated:
     return result
 
 
-def named(case: str) -> str:
-    return "train.sh" if case in ("horovodrun", "hosts") else "train.py"
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_rules_give_what_a_person_writes(case: str) -> None:
-    before, after = CASES[case]
-    result = one(before, named(case))
-    assert result.after == after
+@pytest.mark.parametrize("name", CASES)
+def test_rules_give_what_a_person_writes(name: str) -> None:
+    case = CASES[name]
+    result = one(case.before, case.name)
+    assert case.shown(result.after) == case.after
     assert result.left == []
-    assert all(it.after == after for it in migrate({Path(named(case)): after})), (
-        "and a second time changes nothing"
-    )
+    assert one(result.after, case.name).after == result.after, "and a second time changes nothing"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_imports_are_those_of_what_is_used(name: str) -> None:
+    after = one(CASES[name].before, CASES[name].name).after
+    body = IMPORTS.sub("", after)
+    for word in ("os", "contextlib", "dist", "default_hooks", "Join", "DDP", "hvd"):
+        is_imported = re.search(rf"^(import|from) .*\b{word}$", after, re.MULTILINE)
+        assert bool(is_imported) == bool(re.search(rf"\b{word}[.(]", body)), (word, after)
 
 
 @pytest.mark.parametrize("rule", TABLE.rules, ids=lambda rule: rule.names)
 def test_no_rule_can_be_missing(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[rule.test]
     for name in rule.names.split():
         monkeypatch.delitem(BY_NAME, name)
-    before, after = CASES[rule.test]
-    results = migrate({Path(named(rule.test)): before})
-    assert [it.after for it in results] != [after]
+    assert case.shown(one(case.before, case.name).after) != case.after
 
 
 @pytest.mark.parametrize("case", LEFT)
 def test_what_is_left_is_listed_and_runs_on_hvd_trainer(case: str) -> None:
     before, said = LEFT[case]
-    result = one(before, named(case))
+    result = one(before, "train.sh" if case == "hosts" else "train.py")
     assert any(said in f"{what}: {advice}" for _, what, advice in result.left), result.left
     for line, what, _ in result.left:
         word = what.removeprefix("hvd.").partition("=")[0].split(" ")[0]
@@ -163,15 +164,15 @@ def test_what_is_left_is_listed_and_runs_on_hvd_trainer(case: str) -> None:
 def test_an_elastic_training_is_left_whole() -> None:
     """Its ranks change; those of torch.distributed do not."""
     text = "hvd.init()\n\n\n@hvd.elastic.run\ndef train(state):\n    print(hvd.rank())\n    model(1).backward()\n"
-    result = one(IMPORT + text)
-    assert result.after == IMPORT.replace("import horovod.torch as hvd", "from hvd_trainer import hvd") + text
+    result = one(HEAD + text)
+    assert result.after == HEAD.replace("import horovod.torch as hvd", "from hvd_trainer import hvd") + text
     assert [what for _, what, _ in result.left] == ["hvd.elastic.run"]
 
 
 def test_weights_of_another_rank_are_sent_by_a_broadcast() -> None:
     """DDP sends those of rank 0."""
     result = one(
-        IMPORT
+        HEAD
         + "model = Net()\nhvd.broadcast_parameters(model.state_dict(), root_rank=1)\n"
         + WRAPPED.format("", "model(data)").replace("model = Net()\n", "")
     )
@@ -181,7 +182,7 @@ def test_weights_of_another_rank_are_sent_by_a_broadcast() -> None:
 
 def test_gradients_that_are_left_at_the_end_are_exchanged() -> None:
     """A step behind the loop takes those of passes that were none's last: then all passes exchange."""
-    before = CASES["passes by number"][0].replace("\n\n\ntrain(", "\n    optimizer.step()\n\n\ntrain(")
+    before = CASES["passes by number"].before + "optimizer.step()\n"
     result = one(before)
     assert "no_sync" not in result.after
     assert [what for _, what, _ in result.left] == ["backward_passes_per_step"]
@@ -189,16 +190,15 @@ def test_gradients_that_are_left_at_the_end_are_exchanged() -> None:
 
 
 def test_lines_with_more_than_a_call_keep_the_rest() -> None:
-    wait = "        optimizer.synchronize()\n"
-    text = CASES["synchronize"][0].replace(wait, "        if ready: optimizer.synchronize(); say()\n")
-    assert "        if ready: None; say()\n" in one(text).after
-    assert "if ready: dist.init_process_group()\n" in one(IMPORT + "if ready: hvd.init()\n").after
+    text = CASES["synchronize"].before.replace("\noptimizer.sync", "\nif ready: say(); optimizer.sync")
+    assert "if ready: say(); None\n" in one(text).after
+    assert "if ready: dist.init_process_group()\n" in one(HEAD + "if ready: hvd.init()\n").after
 
 
 @pytest.mark.parametrize("case", ["world", "allreduce", "compression", "passes in a loop"])
 def test_line_ends_stay_as_they_are(case: str) -> None:
-    before, after = (text.replace("\n", "\r\n") for text in CASES[case])
-    assert one(before).after == after
+    before = CASES[case].before
+    assert one(before.replace("\n", "\r\n")).after == one(before).after.replace("\n", "\r\n")
 
 
 def test_a_lone_part_of_a_training_keeps_its_waits() -> None:
@@ -209,7 +209,7 @@ def test_a_lone_part_of_a_training_keeps_its_waits() -> None:
 
 
 def test_what_is_left_starts_too() -> None:
-    result = one(IMPORT + "hvd.init()\nhvd.start_timeline('trace.json')\nprint(hvd.rank())\nhvd.shutdown()\n")
+    result = one(HEAD + "hvd.init()\nhvd.start_timeline('trace.json')\nprint(hvd.rank())\nhvd.shutdown()\n")
     assert "from hvd_trainer import hvd\n" in result.after
     assert "dist.init_process_group()\nhvd.init()\n" in result.after
     assert "print(dist.get_rank())\ndist.destroy_process_group()\nhvd.shutdown()\n" in result.after
@@ -243,10 +243,10 @@ def test_a_folder_is_migrated_together() -> None:
 
 
 def test_names_of_the_file_are_not_taken() -> None:
-    result = one(IMPORT + "dist = 3\nDDP = 4\nprint(hvd.rank(), dist)\n" + WRAPPED.format("", "model(data)"))
+    result = one(HEAD + "dist = 3\nDDP = 4\nprint(hvd.rank(), dist)\n" + WRAPPED.format("", "model(data)"))
     assert "print(torch.distributed.get_rank(), dist)" in result.after
     assert "ddp_model = torch.nn.parallel.DistributedDataParallel(model" in result.after
-    reused = one("import torch.distributed as td\n" + IMPORT + "hvd.barrier()\n")
+    reused = one("import torch.distributed as td\n" + HEAD + "hvd.barrier()\n")
     assert reused.after == "import torch.distributed as td\nimport torch\ntd.barrier()\n"
 
 
@@ -256,7 +256,7 @@ def test_names_of_the_file_are_not_taken() -> None:
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
-    path.write_text(CASES["world"][0])
+    path.write_text(CASES["world"].before)
     subprocess.run(["git", "-C", str(tmp_path), "init", "-q"], check=True)
     subprocess.run(["git", "-C", str(tmp_path), "add", "."], check=True)
     words = ["-c", "user.name=me", "-c", "user.email=me@here", "commit", "-qm", "begin"]
@@ -274,19 +274,19 @@ def test_the_command_prints_a_diff_and_writes_when_it_is_told_to(
     assert "-thvd.barrier()\n" in printed
     assert "+dist.barrier()\n" in printed
     assert "+    torchrun --nproc-per-node 4 train.py" in printed
-    assert script.read_text() == CASES["world"][0]
+    assert script.read_text() == CASES["world"].before
     subprocess.run(["git", "-C", str(script.parent), "add", "."], check=True)
     assert cli.main(["migrate", str(script), "--write", "--force"]) == 0
-    assert script.read_text() == CASES["world"][1]
+    assert script.read_text() == CASES["world"].after
     assert beside.read_text() == "    torchrun --nproc-per-node 4 train.py\n"
 
 
 def test_files_of_a_folder_that_are_not_about_horovod_may_be_anything(script: Path) -> None:
     script.with_name("old.py").write_text("print 'Python 2'\n")
     with script.open("w", newline="") as file:
-        file.write(CASES["world"][0].replace("\n", "\r\n"))
+        file.write(CASES["world"].before.replace("\n", "\r\n"))
     assert migrate_cli.main([str(script.parent), "--write", "--force"]) == 0
-    assert script.read_bytes() == CASES["world"][1].replace("\n", "\r\n").encode()
+    assert script.read_bytes() == CASES["world"].after.replace("\n", "\r\n").encode()
 
 
 def test_changes_that_git_does_not_have_are_not_overwritten(script: Path) -> None:
