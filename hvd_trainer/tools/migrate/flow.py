@@ -81,99 +81,100 @@ class Folder:
         return (owner, str(owner.key(named[0].name))) if named else None
 
 
-@dataclass(eq=False)
-class Holder:
-    """A variable that has the model."""
+@dataclass
+class Training:
+    """What the training does with a model, seen from a variable that has it; empty if it does not train by it.
 
-    source: Source
-    key: str
-    calls: list[cst.Call] = field(default_factory=list)
-    """of the model, in training"""
-    attributes: list[cst.Attribute] = field(default_factory=list)
-    passed: list[tuple[cst.BaseExpression, Holder]] = field(default_factory=list)
-    """places where it is given on"""
+    Attributes:
+        calls: of the model, with the name by which they call the wrapped one.
+        edits: expressions, and what stands for them when the wrapped model is given on.
+        given: variables that get it.
+        asks: those of them that are asked for more than a wrapped model has.
+    """
 
-    @property
-    def trains(self) -> bool:
-        """Whether a training call is made through this variable, or one that it is given to."""
-        return bool(self.calls) or any(holder.trains for _, holder in self.passed)
-
-    @property
-    def others(self) -> list[Holder]:
-        """Those that it is given to."""
-        return [it for _, holder in self.passed for it in (holder, *holder.others)]
+    calls: list[tuple[Source, cst.Call, str]] = field(default_factory=list)
+    edits: list[tuple[Source, cst.BaseExpression, str]] = field(default_factory=list)
+    given: list[tuple[Source, str]] = field(default_factory=list)
+    asks: list[tuple[Source, str]] = field(default_factory=list)
 
 
 def follow(
-    folder: Folder, source: Source, key: str, after: cst.CSTNode | None = None, seen: frozenset[str] = frozenset()
-) -> Holder:
+    folder: Folder,
+    source: Source,
+    key: str,
+    name: str | None = None,
+    after: cst.CSTNode | None = None,
+    seen: tuple[tuple[Source, str], ...] = (),
+) -> Training:
     """Return where the model in a variable goes.
 
     Args:
+        name: of the wrapped model where that is another variable; None: this one gets it.
         after: the statement that wraps it: places before it in its function are not of the training.
         seen: variables on the way here.
 
     Raises:
         NotFollowedError: the model is trained by other means than calls.
     """
-    holder = Holder(source, key)
-    if f"{source.path}:{key}" in seen:
-        return holder
-    seen |= {f"{source.path}:{key}"}
-    for node in source.uses[key]:
+    result, passed = Training(), []
+    for node in source.uses[key] if (source, key) not in seen else ():
         parent: Any = source.parents[node]
-        is_before = after and source.function(node) is source.function(after) and source.line(node) <= source.line(after)
-        if source.assigned(node) or is_before:
-            continue
-        is_forward = m.matches(parent, m.Attribute(attr=m.Name("forward")))
         outer: Any = source.parents[parent] if isinstance(parent, (cst.Attribute, cst.Arg)) else parent
+        is_early = (
+            after and source.function(node) is source.function(after) and source.line(node) <= source.line(after)
+        )
+        is_forward = m.matches(parent, m.Attribute(attr=m.Name("forward")))
         is_call = isinstance(outer, cst.Call) and (parent is outer or outer.func is parent)
         is_used = not isinstance(source.parents.get(outer), cst.Expr) and trains(source, node)
+        code = source.code(node)
+        if source.assigned(node) or is_early:
+            continue
         if is_call and (parent is outer or is_forward):
             if not is_evaluation(source, node):
-                holder.calls.append(outer)
+                result.calls.append((source, outer, name or code))
+                result.edits.append((source, outer.func, name or code))
         elif isinstance(parent, cst.Attribute):
-            holder.attributes.append(parent)
             if is_call and is_used and parent.attr.value not in OF_MODULES:
                 raise NotFollowedError(f"the training calls `{source.code(parent)}`, which DDP does not see")
+            if name is None and parent.attr.value not in OF_DDP:
+                result.asks.append((source, key))
+                result.edits.append((source, node, f"{code}.module"))
         elif isinstance(parent, cst.Arg) and (place := folder.parameter(source, parent)):
-            holder.passed.append((node, follow(folder, *place, None, seen)))
+            passed.append((node, place))
         elif isinstance(parent, cst.Arg) and is_used:
             called = source.code(getattr(outer, "func", outer))
             raise NotFollowedError(f"the training gives the model to `{called}`, which is not in these files")
-        for place in [*_returned_to(folder, source, node), *_assigned_to(source, node, key)]:
-            to = follow(folder, *place, None, seen)
-            if isinstance(parent, cst.Arg) and to.trains:
-                raise NotFollowedError(f"the model is trained as `{place[1]}`")
-            holder.passed += [(node, to)] if not isinstance(parent, cst.Arg) else []
-    return holder
+        for place in _assigned_to(folder, source, node):
+            if isinstance(parent, cst.Arg) and follow(folder, *place, seen=(*seen, (source, key))).calls:
+                raise NotFollowedError(f"the model is trained as `{place[1].split('.')[-1]}`")
+            passed += [] if isinstance(parent, cst.Arg) or place == (source, key) else [(node, place)]
+    for node, place in passed:
+        inner = follow(folder, *place, seen=(*seen, (source, key)))
+        for own, theirs in zip(vars(result).values(), vars(inner).values(), strict=True):
+            own += theirs
+        if inner.calls:
+            result.given.append(place)
+            result.edits += [(source, node, name)] if name else []
+        elif name is None:
+            result.asks.append((source, key))
+            result.edits.append((source, node, f"{source.code(node)}.module"))
+    return result if result.calls else Training()
 
 
-def _assigned_to(source: Source, node: cst.BaseExpression, key: str) -> list[tuple[Source, str]]:
-    """Return the variable that a model, or what an unknown call makes of it, is assigned to."""
+def _assigned_to(folder: Folder, source: Source, node: cst.BaseExpression) -> list[tuple[Source, str]]:
+    """Return the variables that get a model: by an assignment, that of an unknown call of it, or by a return."""
     parent: Any = source.parents[node]
-    parent = source.parents[source.parents[parent]] if isinstance(parent, cst.Arg) else parent
-    alias = source.key(parent.targets[0].target) if isinstance(parent, cst.Assign) else None
-    return [(source, alias)] if alias not in (None, key) else []  # type: ignore[list-item]
-
-
-def _returned_to(folder: Folder, source: Source, node: cst.BaseExpression) -> list[tuple[Source, str]]:
-    """Return the variables to which a function's callers assign a model that it returns."""
-    parent: Any = source.parents[node]
-    returned: Any = source.parents[source.parents[parent]] if isinstance(parent, cst.Element) else parent
+    outer: Any = source.parents[source.parents[parent]] if isinstance(parent, (cst.Arg, cst.Element)) else parent
+    found = [(source, outer.targets[0].target)] if isinstance(outer, cst.Assign) else []
     function = source.function(node)
-    if not isinstance(returned, cst.Return) or function is None:
-        return []
-    places = []
-    for other in folder.sources:
+    for other in folder.sources if isinstance(outer, cst.Return) and function is not None else ():
         for assigned in other.find(cst.Assign):
             target: Any = assigned.targets[0].target
             if isinstance(parent, cst.Element) and isinstance(target, cst.Tuple):
-                target = target.elements[returned.value.elements.index(parent)].value  # type: ignore[union-attr]
-            is_ours = isinstance(assigned.value, cst.Call) and last_name(assigned.value.func) == function.name.value
-            if is_ours and (key := other.key(target)) is not None:
-                places.append((other, key))
-    return places
+                target = target.elements[outer.value.elements.index(parent)].value
+            if isinstance(assigned.value, cst.Call) and last_name(assigned.value.func) == function.name.value:  # type: ignore[union-attr]
+                found.append((other, target))
+    return [(other, key) for other, target in found if (key := other.key(target)) is not None]
 
 
 def last_name(function: cst.BaseExpression) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 import libcst as cst
 from libcst import matchers as m
 
-from hvd_trainer.tools.migrate.flow import OF_DDP, Folder, NotFollowedError
-from hvd_trainer.tools.migrate.imports import change_imports, left_over, spell
+from hvd_trainer.tools.migrate.flow import Folder, NotFollowedError
+from hvd_trainer.tools.migrate.imports import change_imports, check_names, left_over
 from hvd_trainer.tools.migrate.rewrite import Job, Rewriter
 from hvd_trainer.tools.migrate.shell import migrate_commands
 from hvd_trainer.tools.migrate.source import API, Source
@@ -77,6 +77,8 @@ def _migrate_all(folder: Folder, keep: bool) -> list[Migrated]:
         for it in results:
             it.left = [row for row in it.left if row[1].startswith("hvd.elastic.")]
         return results
+    for source in folder.sources:
+        check_names(source)
     calls = folder.calls("DistributedOptimizer")
     targets = (source.target(call) for source, call in calls)
     optimizers = {it.split(".")[-1] for it in targets if it} | folder.owners("skip_synchronize")
@@ -84,7 +86,7 @@ def _migrate_all(folder: Folder, keep: bool) -> list[Migrated]:
     reasons: dict[tuple[Path, int], str] = {}
     for source, call in calls:
         try:
-            if not NEEDED_BY_DDP <= {*BY_NAME}:
+            if not {*BY_NAME} >= NEEDED_BY_DDP:
                 raise NotFollowedError("it has no rule")
             made = plan(folder, source, call)
             _apply(made, optimizers)
@@ -97,9 +99,10 @@ def _migrate_all(folder: Folder, keep: bool) -> list[Migrated]:
     for source in folder.sources:
         rewriter = Rewriter(source, job)
         rewriter.rewrite()
-        rewriter.finish([node for made in plans if made.source is source for node in made.unused])
         result = _finish(source, rewriter.used, reasons, keep)
-        result.left = sorted({*result.left, *(row for made in plans if made.source is source for row in made.notes)})
+        result.left = sorted(
+            {*result.left, *(row for made in plans if made.source is source for row in made.notes)}
+        )
         results.append(result)
     return results
 
@@ -110,35 +113,21 @@ def _apply(plan: Wrapping, optimizers: set[str]) -> None:
     Raises:
         NotFollowedError: its passes must be seen and are not.
     """
-    root = plan.holder
-    passes = {}
-    for holder in (root, *root.others):
-        source, is_root = holder.source, holder is root
-        for call in holder.calls if plan.passes and plan.guard is None else ():
-            name = plan.name if is_root else source.code(call.func).removesuffix(".forward")
-            if (found := find_passes(source, call, name, optimizers)) is not None:
-                passes[source, found[0][0]] = found
-    if plan.passes and not passes:
+    calls = plan.training.calls if plan.has_passes and plan.guard is None else []
+    passes = {(it[0], made[0][0]): made for it in calls if (made := find_passes(*it, optimizers)) is not None}
+    if plan.has_passes and not passes:
         if plan.hook == "sum_gradients":
             raise NotFollowedError("its sums of several passes are not seen")
-        advice = f"put all passes but the last under `with {plan.name}.no_sync():`: it is right without, and slower"
+        advice = (
+            f"put all passes but the last under `with {plan.name}.no_sync():`: it is right without, and slower"
+        )
         plan.notes.append((plan.source.line(plan.optimizer), "backward_passes_per_step", advice))
     for (source, _), (statements, header) in passes.items():
         _put_under(source, statements, header)
-    for holder in (root, *root.others):
-        source, is_root = holder.source, holder is root
-        for call in holder.calls:
-            source.replace(call.func, plan.name if is_root else source.code(call.func).removesuffix(".forward"))
-        for node, to in holder.passed:
-            if to.trains and is_root:
-                source.replace(node, plan.name)
-            elif not to.trains and not is_root and holder.trains:
-                source.replace(node, f"{source.code(node)}.module")
-        for attribute in holder.attributes if not is_root and holder.trains else ():
-            if attribute.attr.value not in OF_DDP:
-                source.replace(attribute.value, f"{source.code(attribute.value)}.module")
+    for source, node, text in plan.training.edits:
+        source.replace(node, text)
     if plan.hook is not None:
-        _add_hook(plan, spell(plan.source, TABLE.hooks[plan.hook]))
+        _add_hook(plan.source, TABLE.hooks[plan.hook])
     if plan.guard is not None:
         text = f"{plan.name} = {plan.model}\n{plan.source.indent(plan.guard)}"
         plan.source.insert(plan.source.span(plan.guard)[0], text)
@@ -152,11 +141,10 @@ def _put_under(source: Source, statements: list[Any], header: str) -> None:
     source.shift(start, end, 1)
 
 
-def _add_hook(plan: Wrapping, text: str) -> None:
+def _add_hook(source: Source, text: str) -> None:
     """Put a function behind the imports."""
-    source = plan.source
     head = m.SimpleStatementLine([m.Import() | m.ImportFrom() | m.Expr(m.SimpleString() | m.ConcatenatedString())])
-    first: Any = next(it for it in source.module.body if not m.matches(it, head) and it not in plan.unused)
+    first: Any = next(it for it in source.module.body if not m.matches(it, head))
     blank = next((at for at, it in enumerate(first.leading_lines) if it.comment), len(first.leading_lines))
     place = source.span(first, wide=True)[0]
     if text not in source.changes.get((place, place), ""):
@@ -165,24 +153,25 @@ def _add_hook(plan: Wrapping, text: str) -> None:
 
 def _end(folder: Folder, plans: list[Wrapping]) -> None:
     """Put a loop under Join where `join` follows it, and the end of the process group where it began."""
-    holders = [(it, made) for made in plans for it in (made.holder, *made.holder.others)]
     for source, call in folder.calls("join") if "join" in BY_NAME else ():
-        block, statement = source.body(source.own_line(call)), source.own_line(call)
-        loop = block[block.index(statement) - 1] if statement in block[1:] else None
-        for holder, made in holders:
-            inside = [it for it in holder.calls if holder.source is source and loop in source.ancestors(it)]
-            if inside:
-                _put_under(source, [loop], f"Join([{made.name if holder is made.holder else source.code(inside[0].func)}])")
+        own = source.own_line(call)
+        block = source.body(own)
+        loop = block[block.index(own) - 1] if own in block[1:] else None
+        calls = [it for made in plans for it in made.training.calls if it[0] is source]
+        for name in dict.fromkeys(name for _, it, name in calls if loop in source.ancestors(it)):
+            _put_under(source, [loop], f"Join([{name}])")
     ends = folder.calls("shutdown") or any("destroy_process_group" in it.text for it in folder.sources)
     for source, call in folder.calls("init") if not ends and {"init", "shutdown"} <= {*BY_NAME} else ():
         block = source.body(source.own_line(call))
         around = source.parents.get(source.parents[block[0]]) if block else None
         is_main = isinstance(around, cst.If) and "__name__" in source.code(around.test)
-        trains = isinstance(around, cst.FunctionDef) and any(around in it.source.ancestors(it.place) for it in plans)
+        trains = isinstance(around, cst.FunctionDef) and any(
+            around in it.source.ancestors(it.place) for it in plans
+        )
         if block and (around is None or is_main or trains):
             is_return = m.matches(block[-1], m.SimpleStatementLine([m.Return()]))
             place = source.span(block[-1], wide=True)[not is_return]
-            source.insert(place, f"\n{source.indent(block[0])}{spell(source, BY_NAME['shutdown'].result)}\n")
+            source.insert(place, f"\n{source.indent(block[0])}dist.destroy_process_group()\n")
 
 
 def _finish(
@@ -196,7 +185,9 @@ def _finish(
     changed.passed = source.passed
     for node, name in left_over(changed):
         what, around = re.sub(rf"^{API}\.?", "hvd.", name).rstrip("."), changed.parents.get(node)
-        is_start = keep and what in ("hvd.init", "hvd.shutdown") and isinstance(around, cst.Call) and not around.args
+        is_start = (
+            keep and what in ("hvd.init", "hvd.shutdown") and isinstance(around, cst.Call) and not around.args
+        )
         outer = (it for it in changed.ancestors(node) if isinstance(it, cst.Call) and it.func is not node)
         if is_start or any(changed.horovod(it.func) for it in outer):
             continue

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.migrate.migration import Migrated
 from hvd_trainer.measure.start import locked_folder
+from hvd_trainer.tools.migrate.migration import Migrated
 
 AT_START = ("optimizer", "parameters")
 """What a step before the training changes."""

@@ -80,7 +80,7 @@ class Source:
         return list(getattr(self.parents.get(statement), "body", ())) if statement else []  # type: ignore[arg-type]
 
     def own_line(self, node: cst.CSTNode) -> cst.CSTNode | None:
-        """Return the statement around an expression; None if statements before it would be run more often than it."""
+        """Return the statement around an expression; None if it may be run less often than what is before it."""
         for it in self.ancestors(node):
             if isinstance(it, cst.SimpleStatementLine):
                 return it if len(it.body) == 1 else None
@@ -169,7 +169,9 @@ class Source:
     def new(self, node: cst.CSTNode) -> str:
         """Return an expression's text with the changes inside it."""
         start, end = self.span(node)
-        return self._apply(start, end, lambda first, last: start < last and first < end)  # what is of the statement
+        return self._apply(
+            start, end, lambda first, last: start < last and first < end
+        )  # what is of the statement
 
     def result(self) -> str:
         """Return the changed text."""
@@ -211,6 +213,8 @@ class Source:
 
     def keep(self, items: Sequence[cst.CSTNode], kept: Sequence[cst.CSTNode]) -> None:
         """Keep some of a call's arguments, or of a function's parameters."""
+        if len(kept) == len(items):
+            return
         ends = self.span(items[0])[0], self.span(items[-1])[1]
         self.changes[ends] = ", ".join(self.new(it) for it in kept)
 

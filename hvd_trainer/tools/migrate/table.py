@@ -8,23 +8,16 @@ import msgspec
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """One row: calls of Horovod, and what they become."""
+    """One row, whose fields rules.yaml explains: calls of Horovod, and what they become."""
 
     names: str
-    """of the calls, apart by blanks"""
-    result: str = "{x}"
-    """the expression that stands for the call; of a `special` rule in words"""
     why: str
     test: str
-    """a case of tests/support/migrate_cases.py, which fails without this row"""
+    result: str = "{x}"
     lines: tuple[str, ...] = ()
-    """statements before the one with the call"""
     signature: str = ""
-    """names of the arguments, in their order"""
     special: bool = False
-    """whether it takes more than a template"""
     shows: str = ""
-    """what differs first, in the words of `parity`, where this rule changes numbers"""
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -32,9 +25,7 @@ class Table(msgspec.Struct, frozen=True):
 
     rules: list[Rule]
     by_hand: dict[str, str]
-    """what has no counterpart, by the first part of its name, and what to do instead"""
     hooks: dict[str, str]
-    """functions for register_comm_hook"""
 
 
 TABLE = msgspec.yaml.decode(Path(__file__).with_name("rules.yaml").read_bytes(), type=Table)

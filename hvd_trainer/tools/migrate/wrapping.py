@@ -10,7 +10,7 @@ from typing import Any
 import libcst as cst
 from libcst import matchers as m
 
-from hvd_trainer.tools.migrate.flow import BACKWARD, OF_DDP, Folder, Holder, NotFollowedError, follow
+from hvd_trainer.tools.migrate.flow import BACKWARD, Folder, NotFollowedError, Training, follow
 from hvd_trainer.tools.migrate.source import Source
 from hvd_trainer.tools.migrate.table import BY_NAME, TABLE
 
@@ -19,40 +19,41 @@ SIGNATURE = [
     *("gradient_predivide_factor", "num_groups", "groups", "sparse_as_dense"),
 ]
 USUAL = {
-    "compression": ("Compression.none", "hvd.Compression.none"),
-    "backward_passes_per_step": ("1",),
-    "op": ("Average",),
-    "gradient_predivide_factor": ("1", "1.0"),
+    "compression": r"[\w.]*\bnone",
+    "backward_passes_per_step": "1",
+    "op": r"[\w.]*\bAverage",
+    "gradient_predivide_factor": r"1(\.0)?",
 }
 """Options that change what is exchanged, and the values with which they do not."""
-Cases = list[tuple[str | None, str]]
-"""Values of an option, with the conditions under which it has them."""
+COMPRESSED = ("Compression.fp16", "Compression.bf16")
+NO_ADASUM = "Adasum has no counterpart in torch.distributed"
 
 
 @dataclass(eq=False)
 class Wrapping:
-    """A model that is wrapped."""
+    """A model that is wrapped.
+
+    Attributes:
+        optimizer: the call of DistributedOptimizer.
+        place: where DDP(...) is written: the optimizer's statement, or a broadcast of the parameters behind it.
+        lines: statements in place of `place`.
+        hook: its name in the table.
+        has_passes: whether gradients are added up in several passes.
+        guard: the condition under which it is wrapped; before it the model stands for itself.
+        notes: line, what is left, and what to do by hand.
+    """
 
     source: Source
     optimizer: cst.Call
-    """the call of DistributedOptimizer"""
     place: cst.SimpleStatementLine
-    """where DDP(...) is written: the optimizer's statement, or a broadcast of the parameters behind it"""
     model: str
     key: str
-    holder: Holder
+    training: Training
     lines: list[str] = field(default_factory=list)
-    """statements in place of `place`"""
     hook: str | None = None
-    """name in the table"""
-    passes: bool = False
-    """whether gradients are added up in several passes"""
+    has_passes: bool = False
     guard: cst.CSTNode | None = None
-    """the condition under which it is wrapped; before it the model stands for itself"""
-    unused: list[cst.CSTNode] = field(default_factory=list)
-    """assignments of options that are needed no more"""
     notes: list[tuple[int, str, str]] = field(default_factory=list)
-    """line, what is left, and what to do by hand"""
 
     @property
     def name(self) -> str:
@@ -98,18 +99,26 @@ def plan(folder: Folder, source: Source, call: cst.Call) -> Wrapping:
     elif named is None and whole and _has_only(source, options["optimizer"], source.code(whole[0][1])):
         model = whole[0][1]
     else:
-        raise NotFollowedError("it is not seen which model it trains: give it named_parameters=model.named_parameters()")
+        raise NotFollowedError(
+            "it is not seen which model it trains: give it named_parameters=model.named_parameters()"
+        )
     if (key := source.key(model)) is None:
         raise NotFollowedError(f"`{source.code(model)}` is more than a variable")
     block = source.body(statement)
     lines = [source.own_line(it) for it, of in whole if source.key(of) == key]
     later = [it for it in lines if it in block and block.index(it) > block.index(statement)]
     place: Any = later[0] if later else statement
-    result = Wrapping(source, call, place, source.code(model), key, follow(folder, source, key, place))
+    result = Wrapping(source, call, place, source.code(model), key, Training())
     _check_scope(result)
-    if not result.holder.trains:
+    result.training = follow(folder, source, key, result.name, place)
+    if not result.training.calls:
         raise NotFollowedError("no training call of the model is seen in these files")
-    _check_others(folder, result)
+    for wanted in result.training.asks:
+        given = sum(folder.parameter(*arg) == wanted for arg in folder.args)
+        if result.guard is not None or given > result.training.given.count(wanted):
+            raise NotFollowedError(
+                f"`{wanted[1]}` gets other models, too, and is asked for what a wrapped one has not"
+            )
     _write(result, options)
     return result
 
@@ -143,75 +152,52 @@ def _check_scope(plan: Wrapping) -> None:
             plan.guard = it if not inside else plan.guard
 
 
-def _check_others(folder: Folder, plan: Wrapping) -> None:
-    """See that whoever gets the wrapped model always gets it, where it asks for more than a wrapped one has."""
-    others = plan.holder.others
-    for it in others:
-        asks = any(attribute.attr.value not in OF_DDP for attribute in it.attributes)
-        if not it.trains or not (asks or any(not to.trains for _, to in it.passed)):
-            continue
-        if plan.guard is not None:
-            raise NotFollowedError("it is wrapped under a condition only, and others ask for what a wrapped model has not")
-        given = sum(folder.parameter(*arg) == (it.source, it.key) for arg in folder.args)
-        if given > sum((to.source, to.key) == (it.source, it.key) for to in others):
-            raise NotFollowedError(f"`{it.key}` gets other models, too")
-
-
 def _write(plan: Wrapping, options: Mapping[str, Any]) -> None:
     """Write the statements that wrap the model and register its hook."""
-    cases = {name: _cases(plan, options.get(name), *usual) for name, usual in USUAL.items()}
-    changed = {name for name, values in cases.items() if values != [(None, USUAL[name][0])]}
+    texts = {name: plan.source.code(options[name]) for name in USUAL if name in options}
+    changed = {name for name, text in texts.items() if not re.fullmatch(USUAL[name], text)}
     if missing := sorted(changed - {*BY_NAME}):
         raise NotFollowedError(f"{missing[0]}=... has no rule")
-    plan.passes = "backward_passes_per_step" in changed
-    name, state, hook = plan.name, "None", None
-    for condition, op in cases["op"]:
-        if op == "Adasum" and condition is not None:
-            text = "Adasum has no counterpart in torch.distributed"
-            plan.lines.append(f'if {condition}:\n    raise ValueError("{text}")')
-            said = (plan.source.line(plan.optimizer), f"op=Adasum if {condition}", f"{text}: the script says so, and ends")
-            plan.notes.append(said)
-        elif op == "Sum" and condition is None and len(cases["op"]) == 1:
-            hook = plan.hook = "sum_gradients"
-        elif op != "Average":
-            raise NotFollowedError(f"{op or 'its op'} has no counterpart in DDP")
-    if "gradient_predivide_factor" in changed and hook is None:
-        hook, plan.hook, state = "average_gradients", "predivided", plan.source.code(options["gradient_predivide_factor"])
-    plan.lines.append(f"{name} = DDP({plan.model}, broadcast_buffers=False)")
-    chosen = [case for case in cases["compression"] if case[1] != "Compression.none"]
-    if len(chosen) > 1 or any(code not in ("Compression.fp16", "Compression.bf16") for _, code in chosen):
+    plan.has_passes, state = "backward_passes_per_step" in changed, "None"
+    value = options.get("op")
+    if isinstance(value, cst.IfExp) and plan.source.horovod(value.body) == "Adasum":
+        said = (plan.source.line(plan.optimizer), "hvd.Adasum", f"{NO_ADASUM}: the script says so now, and ends")
+        plan.notes.append(said)
+        plan.lines.append(f'if {plan.source.code(value.test)}:\n    raise ValueError("{NO_ADASUM}")')
+        value = value.orelse
+    op = plan.source.horovod(value) if value is not None else "Average"
+    if op not in ("Average", "Sum"):
+        raise NotFollowedError(f"{op or 'its op'} has no counterpart in DDP")
+    if op == "Sum":
+        plan.hook = "sum_gradients"
+    elif "gradient_predivide_factor" in changed:
+        plan.hook, state = "predivided", plan.source.code(options["gradient_predivide_factor"])
+    elif "compression" in changed:
+        plan.hook = "average_gradients"
+    plan.lines.append(f"{plan.name} = DDP({plan.model}, broadcast_buffers=False)")
+    if plan.hook is not None:
+        hook = TABLE.hooks[plan.hook].split("(")[0].removeprefix("def ")
+        if "compression" in changed:
+            _compress(plan.source, options["compression"], hook)
+            hook = plan.source.new(options["compression"])
+        plan.lines.append(f"{plan.name}.register_comm_hook({state}, {hook})")
+
+
+def _compress(source: Source, value: cst.BaseExpression, hook: str) -> None:
+    """Put hooks in the place of an option's compressors, also where these are assigned to a variable."""
+    uses = source.uses[source.key(value)] if isinstance(value, cst.Name) else []
+    assigned: list[Any] = [source.parents[source.parents[it]] for it in uses if source.assigned(it)]
+    values = [it.value for it in assigned if isinstance(it, cst.Assign)] or [value]
+    leaves = [leaf for it in values for leaf in ((it.body, it.orelse) if isinstance(it, cst.IfExp) else (it,))]
+    if any(source.horovod(it) not in ("Compression.none", *COMPRESSED) for it in leaves):
         raise NotFollowedError("its compression is not hvd.Compression.fp16 or bf16")
-    for condition, code in chosen:
-        inner, plan.hook = hook or "average_gradients", plan.hook or "average_gradients"
-        wrapped = f"default_hooks.{code.removeprefix('Compression.')}_compress_wrapper({inner})"
-        hook = wrapped if condition is None else f"{wrapped} if {condition} else {hook}" if hook else hook
-        if condition is not None and hook is None:
-            plan.lines.append(f"if {condition}:\n    {name}.register_comm_hook(None, {wrapped})")
-    if hook is not None:
-        plan.lines.append(f"{name}.register_comm_hook({state}, {hook})")
-
-
-def _cases(plan: Wrapping, value: Any, usual: str, *also: str) -> Cases:
-    """Return an option's values with their conditions, where it may be a variable that was chosen before."""
-    source = plan.source
-    if value is None or source.code(value) in (usual, *also):
-        return [(None, usual)]
-    uses = source.uses[source.key(value)] if source.horovod(value) is None else []
-    targets = [source.parents[source.parents[it]] for it in uses if source.assigned(it)]
-    if len(targets) == 1 and isinstance(targets[0], cst.Assign):
-        value = targets[0].value
-        plan.unused += [source.parents[targets[0]]] if len(uses) == 2 else []
-    if isinstance(value, cst.IfExp):
-        test, body, other = source.code(value.test), source.horovod(value.body) or "", source.horovod(value.orelse) or ""
-        if body == usual:
-            is_simple = isinstance(value.test, (cst.Name, cst.Attribute, cst.Call))
-            test, body, other = f"not {test}" if is_simple else f"not ({test})", other, body
-        return [(test, body), (None, other)]
-    return [(None, source.horovod(value) or "")]
+    for it in leaves:
+        kind = str(source.horovod(it)).removeprefix("Compression.")
+        source.replace(it, hook if kind == "none" else f"default_hooks.{kind}_compress_wrapper({hook})")
 
 
 def find_passes(source: Source, call: cst.Call, model: str, optimizers: set[str]) -> tuple[list[Any], str] | None:
-    """Return the statements of a pass that has a training call, and what they are put under; None if it is not seen.
+    """Return the statements of a pass that has a training call, and what they are put under; None if not seen.
 
     The last pass exchanges. It is that before a step, in the condition around it, or the last of a loop that ends
     before the step.
@@ -241,7 +227,9 @@ def find_passes(source: Source, call: cst.Call, model: str, optimizers: set[str]
         for it in source.find(cst.Name, part)
         if source.assigned(it) or isinstance(source.parents[it], cst.AugAssign)
     }
-    is_one = all(held[0] in source.ancestors(it) for it in steps) and isinstance(held[0], cst.If) and not held[0].orelse
+    is_one = (
+        all(held[0] in source.ancestors(it) for it in steps) and isinstance(held[0], cst.If) and not held[0].orelse
+    )
     if not is_one or names & changed or pass_[-1] not in between:
         return None
     return pass_, f"contextlib.nullcontext() if {source.code(held[0].test)} else {model}.no_sync()"
@@ -263,5 +251,7 @@ def _last_of(source: Source, loop: cst.For, pass_: list[Any], model: str) -> tup
         return None
     text, number = source.code(iterated), "number" if "number" not in source.words else "pass_number"
     source.replace(iterated, f"enumerate({text}, start=1)")
-    source.replace(loop.target, f"{number}, ({target})" if "," in target and target[0] != "(" else f"{number}, {target}")
+    source.replace(
+        loop.target, f"{number}, ({target})" if "," in target and target[0] != "(" else f"{number}, {target}"
+    )
     return pass_, f"contextlib.nullcontext() if {number} == len({text}) else {model}.no_sync()"
