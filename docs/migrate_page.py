@@ -28,21 +28,25 @@ hvd-trainer migrate train.py --write
 
 The first prints a diff, in colours on a terminal. The second runs the script as it is, on Horovod or, where
 that is not installed, on `hvd_trainer.hvd`, and as the diff has it under torchrun, and says by
-[parity](verify.md#parity) `the same bits through 20 steps`, or what differs first and the line behind it. The
-third changes the file; with changes in it that git does not have, only with `--force`. A folder is migrated
+[parity](verify.md#parity) `the same bits through 20 steps`, or what differs first and the line behind it. For
+that each gradient is a message of its own in both: from three ranks on, the order in which Gloo adds up depends on
+the place in a message, and Horovod packs its messages as gradients come. On 3, 5, 6 and other ranks that are no
+power of two the last bit may differ even so, as DDP divides before the sum.
+
+The third changes the file; with changes in it that git does not have, only with `--force`. A folder is migrated
 together: models, and `hvd` itself, are followed through calls from file to file. `horovodrun` in shell scripts
 and READMEs beside the files becomes torchrun. `pip install 'hvd_trainer[migrate]'` brings what it needs.
 
 What cannot be migrated, or is not seen well enough, is left as it is and listed with its line and what to do:
 it goes on working by `from hvd_trainer import hvd`, so that the script runs at every moment. The exit code is
 then 3; 0: all is migrated; 1: `--prove` has found a difference; 2: a mistake, as a file that is not Python 3,
-does not use Horovod, or uses it for TensorFlow or Keras.
+does not use Horovod, uses it for TensorFlow or Keras, or has something else by the name `dist` or `DDP`.
 
 <!-- Written by `python docs/migrate_page.py`: change the rules and not this page. -->
 
 ## What each call becomes
 
-The last column names the case of `tests/support/migrate_cases.py` that fails without the rule.
+The last column names the case of `tests/support/migrate_cases.diff` that fails without the rule.
 
 | Horovod | becomes | why | test |
 |---|---|---|---|
@@ -59,6 +63,7 @@ MORE_LEFT = """\
 torch.distributed knows no names |
 | a collective whose gradient is used | `torch.distributed.nn.functional` |
 | a model that is trained by other calls than its own, or by functions in other files | wrap what is called |
+| a model that is assigned anew, as by `amp.initialize`, after the optimizer is wrapped | wrap it after that |
 
 Where Horovod has a trap that changes numbers, the result is without it, and `--prove` names it: most scripts
 call `broadcast_optimizer_state` of a new optimizer, [which takes a step](scripts.md#the-numbers-of-horovod). It

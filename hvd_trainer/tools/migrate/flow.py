@@ -169,10 +169,12 @@ def _assigned_to(folder: Folder, source: Source, node: cst.BaseExpression) -> li
     function = source.function(node)
     for other in folder.sources if isinstance(outer, cst.Return) and function is not None else ():
         for assigned in other.find(cst.Assign):
-            target: Any = assigned.targets[0].target
+            call, target = assigned.value, assigned.targets[0].target
+            if not isinstance(call, cst.Call) or last_name(call.func) != function.name.value:
+                continue
             if isinstance(parent, cst.Element) and isinstance(target, cst.Tuple):
                 target = target.elements[outer.value.elements.index(parent)].value
-            if isinstance(assigned.value, cst.Call) and last_name(assigned.value.func) == function.name.value:  # type: ignore[union-attr]
+            if other is source or source.path.stem in other.modules(call.func):
                 found.append((other, target))
     return [(other, key) for other, target in found if (key := other.key(target)) is not None]
 

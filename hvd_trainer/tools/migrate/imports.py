@@ -38,8 +38,8 @@ def _aliases(source: Source) -> list[tuple[Any, str, str, str]]:
     return result
 
 
-def check_names(source: Source) -> None:
-    """See that a file has no other things by the names that a result has for PyTorch's.
+def check_names(source: Source, after: str) -> None:
+    """See that a file has no other things by the names that its result has for PyTorch's.
 
     Raises:
         OptionError: it has.
@@ -47,7 +47,8 @@ def check_names(source: Source) -> None:
     for name, whole in NAMES.items():
         imported = {of for _, known, of, _ in _aliases(source) if known == name}
         is_variable = any(key == name or str(key).endswith(f"<locals>.{name}") for key in source.uses)
-        if imported - {whole} or (is_variable and not imported):
+        before, now = (len(re.findall(rf"\b{name}[.(]", it)) for it in (source.text, after))
+        if now > before and (imported - {whole} or (is_variable and not imported)):
             raise OptionError(f"{source.path} has a `{name}` that is not {whole}: give it another name first")
 
 

@@ -77,8 +77,6 @@ def _migrate_all(folder: Folder, keep: bool) -> list[Migrated]:
         for it in results:
             it.left = [row for row in it.left if row[1].startswith("hvd.elastic.")]
         return results
-    for source in folder.sources:
-        check_names(source)
     calls = folder.calls("DistributedOptimizer")
     targets = (source.target(call) for source, call in calls)
     optimizers = {it.split(".")[-1] for it in targets if it} | folder.owners("skip_synchronize")
@@ -88,9 +86,8 @@ def _migrate_all(folder: Folder, keep: bool) -> list[Migrated]:
         try:
             if not {*BY_NAME} >= NEEDED_BY_DDP:
                 raise NotFollowedError("it has no rule")
-            made = plan(folder, source, call)
-            _apply(made, optimizers)
-            plans.append(made)
+            plans.append(plan(folder, source, call))
+            _apply(plans[-1], optimizers)
         except NotFollowedError as error:
             reasons[source.path, source.line(call)] = str(error)
     _end(folder, plans)
@@ -108,16 +105,10 @@ def _migrate_all(folder: Folder, keep: bool) -> list[Migrated]:
 
 
 def _apply(plan: Wrapping, optimizers: set[str]) -> None:
-    """Note the changes of a plan.
-
-    Raises:
-        NotFollowedError: its passes must be seen and are not.
-    """
+    """Note the changes of a plan."""
     calls = plan.training.calls if plan.has_passes and plan.guard is None else []
     passes = {(it[0], made[0][0]): made for it in calls if (made := find_passes(*it, optimizers)) is not None}
     if plan.has_passes and not passes:
-        if plan.hook == "sum_gradients":
-            raise NotFollowedError("its sums of several passes are not seen")
         advice = (
             f"put all passes but the last under `with {plan.name}.no_sync():`: it is right without, and slower"
         )
@@ -181,6 +172,7 @@ def _finish(
     result = Migrated(source.path, source.text, source.result(), used)
     if result.after == source.text and "horovod" not in source.text:
         return result
+    check_names(source, result.after)
     changed = Source(source.path, result.after)
     changed.passed = source.passed
     for node, name in left_over(changed):

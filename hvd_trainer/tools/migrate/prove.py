@@ -39,25 +39,25 @@ def prove(
     with locked_folder(out.expanduser().resolve() / "migrate-run") as folder:
         copy = folder / "new"
         shutil.rmtree(copy, ignore_errors=True)
+        texts = {it.path.resolve(): it.after.encode() for it in migrated}
         for path in script.parent.rglob("*.py"):
-            place = copy / path.relative_to(script.parent)
-            if not any(part.startswith((".", "venv", "runs")) for part in path.relative_to(script.parent).parts):
-                place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(path, place)
-        for it in migrated:
-            if it.path.resolve().is_relative_to(script.parent.resolve()):
-                (copy / it.path.resolve().relative_to(script.parent.resolve())).write_text(it.after)
+            inner = path.relative_to(script.parent)
+            if not any(part.startswith((".", "venv", "runs")) for part in inner.parts):
+                (copy / inner).parent.mkdir(parents=True, exist_ok=True)
+                (copy / inner).write_bytes(texts.get(path.resolve()) or path.read_bytes())
         words = ["-np", str(ranks), "--steps", str(steps), "--out", str(folder), "--new", str(copy / script.name)]
         code, finding = _parity([*words, "--backend", f"{engine},ddp"], [str(script), *job], folder)
         if finding is None:
             return code
-        lines = [line for it in migrated for line in it.traps(finding["quantity"])]
         is_trap = finding["step"] == 0 and finding["quantity"] in AT_START
-        if is_trap:
-            traps = [line for it in migrated for line in it.traps("optimizer")]
-            lines = traps or lines
+        quantities = ["optimizer"] * is_trap + [finding["quantity"]]
+        lines = next(
+            filter(None, ([line for it in migrated for line in it.traps(name)] for name in quantities)), []
+        )
         print(
-            "\n".join(["Behind it:", *lines] if lines else ["No line of the diff is known to be behind it."]),
+            "Behind it:" if lines else "No line of the diff is known to be behind it.",
+            *lines,
+            sep="\n",
             flush=True,
         )
         if is_trap and lines:

@@ -79,6 +79,11 @@ class Rewriter:
                 text = re.sub(
                     r"^# *horovod: *(\w)", lambda it: f"# {it[1].upper()}", node.value, flags=re.IGNORECASE
                 )
+                text = re.sub(
+                    r"(?i)(wrap )optimizer( with )\S*DistributedOptimizer",
+                    r"\1model\2DistributedDataParallel",
+                    text,
+                )
                 text = re.sub(r"\bhvd\.(\w+)\(\)", lambda it: _in_words(BY_NAME.get(it[1])) or it[0], text)
                 source.changes |= {source.span(node): text} if text != node.value else {}
             elif isinstance(node, cst.Parameters) and not self.job.keep:
@@ -125,7 +130,10 @@ class Rewriter:
 
     def _use(self, rule: Rule, node: cst.CSTNode, text: str) -> None:
         self.used.append((self.source.line(node), rule))
-        self.source.replace(node, text)
+        around = self.source.around(
+            node, cst.FormattedString
+        )  # which cannot have its own quotes before Python 3.12
+        self.source.replace(node, text.replace('"', "'") if around and around.quote == '"' else text)
 
     def _put(self, call: cst.CSTNode, *lines: str) -> str | None:
         """Put statements in the place of one that is no more than a call; return None if it is more."""
@@ -188,10 +196,10 @@ class Rewriter:
             lines.insert(0, f"{(sent := self._new_name('sent', own))} = {tensor}")
             tensor = sent
         is_simple = isinstance(bound[names[0]], (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
-        copied = (tensor if is_simple else f"({tensor})") + ".detach().clone()"
+        copied = (tensor if is_simple else f"({tensor})") + ".detach()" * (".detach()" not in tensor)
         fields = dict.fromkeys(("tensor", "tensor:name", "tensors", "obj"), tensor) | {
             "x": x,
-            "copy": tensor if re.match(NEW_TENSOR, tensor) else copied,
+            "copy": tensor if re.match(NEW_TENSOR, tensor) else f"{copied}.clone()",
             "each": self._new_name("tensor", own),
             "parts": self._new_name("parts", own),
             "op": OPS[op],

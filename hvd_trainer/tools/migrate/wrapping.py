@@ -161,13 +161,17 @@ def _write(plan: Wrapping, options: Mapping[str, Any]) -> None:
     plan.has_passes, state = "backward_passes_per_step" in changed, "None"
     value = options.get("op")
     if isinstance(value, cst.IfExp) and plan.source.horovod(value.body) == "Adasum":
-        said = (plan.source.line(plan.optimizer), "hvd.Adasum", f"{NO_ADASUM}: the script says so now, and ends")
+        said = (
+            plan.source.line(plan.optimizer),
+            "op=hvd.Adasum",
+            f"{NO_ADASUM}: the script says so now, and ends",
+        )
         plan.notes.append(said)
         plan.lines.append(f'if {plan.source.code(value.test)}:\n    raise ValueError("{NO_ADASUM}")')
         value = value.orelse
     op = plan.source.horovod(value) if value is not None else "Average"
-    if op not in ("Average", "Sum"):
-        raise NotFollowedError(f"{op or 'its op'} has no counterpart in DDP")
+    if op not in ("Average", "Sum") or (op == "Sum" and plan.has_passes):
+        raise NotFollowedError(f"{op or 'its op'} has no counterpart in DDP" + " with passes" * plan.has_passes)
     if op == "Sum":
         plan.hook = "sum_gradients"
     elif "gradient_predivide_factor" in changed:

@@ -16,6 +16,9 @@ from hvd_trainer.tools.parity.traces import VERSIONS, Trace, read_trace
 from hvd_trainer.utils.text import plural
 
 ENGINES = ("horovod", "ddp", "single")
+SAME_SUMS = ("--fusion-threshold-mb", "0", "--bucket-mb", "1e-6")
+"""Options of `run` that make each gradient a message of its own: from three ranks on, the order in which Gloo adds
+up an element depends on its place in the message, and Horovod packs gradients as they come."""
 
 
 class Side(NamedTuple):
@@ -94,7 +97,7 @@ class TracedTrial(MeasuredTrial):
         name = name or engine
         return cls(
             name=name,
-            run_options=SAME_NUMBERS if exactly else (),
+            run_options=(*(SAME_NUMBERS if exactly else ()), *(SAME_SUMS if name in VERSIONS else ())),
             job=job,
             engine=engine,
             ranks=ranks,

@@ -103,7 +103,7 @@ def build(args):
     ),
     "sum of unseen passes": (
         HEAD + WRAPPED.format(", op=hvd.Sum, backward_passes_per_step=2", "model(data)"),
-        "its sums of several passes are not seen",
+        "Sum has no counterpart in DDP with passes",
     ),
     "unseen passes": (
         HEAD + WRAPPED.format(", backward_passes_per_step=2", "model(data)"),
@@ -248,7 +248,9 @@ def test_names_that_the_result_needs_must_be_free() -> None:
     with pytest.raises(OptionError, match="train.py has a `dist` that is not torch.distributed: give it another"):
         one(HEAD + "dist = 3\nprint(hvd.rank(), dist)\n")
     with pytest.raises(OptionError, match="has a `DDP`"):
-        one("from apex.parallel import DistributedDataParallel as DDP\n" + HEAD + "DDP(hvd.rank())\n")
+        one(
+            "from apex.parallel import DistributedDataParallel as DDP\n" + HEAD + WRAPPED.format("", "model(data)")
+        )
     own = "import torch\nimport torch.distributed as dist\n"
     assert one(own + HEAD.partition("\n")[2] + "hvd.barrier()\n").after == own + "dist.barrier()\n"
 
