@@ -17,7 +17,7 @@ def prove(tmp_path: Path, script: str) -> tuple[int, str]:
     """Return the exit code and what was printed."""
     path = tmp_path / "train.py"
     path.write_text(script)
-    words = ["migrate", str(path), "--prove", "-np", "2", "--steps", "4", "--out", str(tmp_path / "runs"), "--"]
+    words = ["migrate", str(path), "--prove", "-np", "2", "--steps", "4", "--out", str(tmp_path / "proof"), "--"]
     result = launch("python", 1, ["-m", "hvd_trainer", *words, "--epochs", "1"], check=False)
     return result.returncode, result.stdout
 

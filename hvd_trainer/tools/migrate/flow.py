@@ -22,9 +22,10 @@ OF_MODULES = OF_DDP | {
     *("state_dict", "load_state_dict", "named_parameters", "named_buffers", "named_modules", "children", "module"),
     *("named_children", "share_memory", "double", "register_forward_hook", "compile", "device", "__class__"),
 }
-NO_GRAD = m.Call(m.Attribute(attr=m.Name("no_grad") | m.Name("inference_mode")))
+WITHOUT = m.Attribute(attr=m.Name("no_grad") | m.Name("inference_mode"))
+NO_GRAD = m.Call(WITHOUT)
 QUIET = m.With(items=[m.ZeroOrMore(), m.WithItem(item=NO_GRAD), m.ZeroOrMore()]) | m.FunctionDef(
-    decorators=[m.ZeroOrMore(), m.Decorator(NO_GRAD | NO_GRAD.func), m.ZeroOrMore()]  # type: ignore[list-item]
+    decorators=[m.ZeroOrMore(), m.Decorator(NO_GRAD | WITHOUT), m.ZeroOrMore()]
 )
 """A block without gradients."""
 BACKWARD = m.Call(m.Attribute(attr=m.Name("backward")))
@@ -166,7 +167,7 @@ def _assigned_to(folder: Folder, source: Source, node: cst.BaseExpression) -> li
     parent: Any = source.parents[node]
     outer: Any = source.parents[source.parents[parent]] if isinstance(parent, (cst.Arg, cst.Element)) else parent
     found = [(source, outer.targets[0].target)] if isinstance(outer, cst.Assign) else []
-    function = source.function(node)
+    function: Any = source.function(node)
     for other in folder.sources if isinstance(outer, cst.Return) and function is not None else ():
         for assigned in other.find(cst.Assign):
             call, target = assigned.value, assigned.targets[0].target

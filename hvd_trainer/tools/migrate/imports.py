@@ -30,7 +30,8 @@ IMPORT = m.SimpleStatementLine([m.Import() | m.ImportFrom(module=~m.Name("__futu
 def _aliases(source: Source) -> list[tuple[Any, str, str, str]]:
     """Return the names of all imports: as they are known, with the module's, and as they are written."""
     result = []
-    for it in [*source.find(cst.Import), *source.find(cst.ImportFrom)]:
+    statements: list[Any] = [*source.find(cst.Import), *source.find(cst.ImportFrom)]
+    for it in statements:
         module = f"{source.code(it.module)}." if isinstance(it, cst.ImportFrom) and it.module else ""
         for alias in () if isinstance(it.names, cst.ImportStar) else it.names:
             written = source.code(alias.name) + (f" as {source.code(alias.asname.name)}" if alias.asname else "")

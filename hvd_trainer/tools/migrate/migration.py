@@ -147,7 +147,7 @@ def _end(folder: Folder, plans: list[Wrapping]) -> None:
     for source, call in folder.calls("join") if "join" in BY_NAME else ():
         own = source.own_line(call)
         block = source.body(own)
-        loop = block[block.index(own) - 1] if own in block[1:] else None
+        loop: Any = block[block.index(own) - 1] if own in block[1:] else None
         calls = [it for made in plans for it in made.training.calls if it[0] is source]
         for name in dict.fromkeys(name for _, it, name in calls if loop in source.ancestors(it)):
             _put_under(source, [loop], f"Join([{name}])")

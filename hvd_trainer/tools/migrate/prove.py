@@ -40,11 +40,12 @@ def prove(
         copy = folder / "new"
         shutil.rmtree(copy, ignore_errors=True)
         texts = {it.path.resolve(): it.after.encode() for it in migrated}
-        for path in script.parent.rglob("*.py"):
-            inner = path.relative_to(script.parent)
-            if not any(part.startswith((".", "venv", "runs")) for part in inner.parts):
+        for path in sorted(script.parent.resolve().rglob("*.py")):
+            inner = path.relative_to(script.parent.resolve())
+            is_ours = not any(part.startswith((".", "venv", "runs")) for part in inner.parts)
+            if is_ours and not path.is_relative_to(folder):
                 (copy / inner).parent.mkdir(parents=True, exist_ok=True)
-                (copy / inner).write_bytes(texts.get(path.resolve()) or path.read_bytes())
+                (copy / inner).write_bytes(texts.get(path) or path.read_bytes())
         words = ["-np", str(ranks), "--steps", str(steps), "--out", str(folder), "--new", str(copy / script.name)]
         code, finding = _parity([*words, "--backend", f"{engine},ddp"], [str(script), *job], folder)
         if finding is None:

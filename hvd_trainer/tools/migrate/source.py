@@ -77,7 +77,7 @@ class Source:
 
     def body(self, statement: cst.CSTNode | None) -> list[Any]:
         """Return the statements of the block that a statement stands in."""
-        return list(getattr(self.parents.get(statement), "body", ())) if statement else []  # type: ignore[arg-type]
+        return list(getattr(self.parents.get(statement), "body", ())) if statement else []
 
     def own_line(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """Return the statement around an expression; None if it may be run less often than what is before it."""
@@ -226,10 +226,12 @@ class Source:
         return own[len(self.module.default_indent) :] if depth < 0 else own + self.module.default_indent * depth
 
     def shift(self, start: int, end: int, by: int) -> None:
-        """Indent the lines that begin between two places."""
+        """Indent the lines that begin between two places, but for those of a text."""
         unit = self.module.default_indent
-        for line in self._lines:
-            if start < line < end and self.text[line] != "\n" and (by > 0 or self.text.startswith(unit, line)):
+        texts = [self.span(it) for it in (*self.find(cst.SimpleString), *self.find(cst.FormattedString))]
+        for line in (it for it in self._lines if start < it < end and self.text[it] != "\n"):
+            is_text = any(first < line < last for first, last in texts)
+            if not is_text and (by > 0 or self.text.startswith(unit, line)):
                 self.changes[line, line + len(unit) * (by < 0)] = unit * (by > 0)
         self.shifts.append((start, end, by))
 

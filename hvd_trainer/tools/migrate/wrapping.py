@@ -213,12 +213,11 @@ def find_passes(source: Source, call: cst.Call, model: str, optimizers: set[str]
     if loop is None or source.function(loop) is not function or not inside or not back:
         return None
     pass_ = body[body.index(inside[0]) : body.index(back[-1]) + 1]
-    has_long = any("\n" in source.code(it) for part in pass_ for it in source.find(cst.BaseString, part))
     mine = [it for it in source.find(cst.Call, function) if _gives(source, it, optimizers)]
     steps = [it for it in mine if m.matches(it.func, m.Attribute(attr=m.Name("step")))]
     other = [it for it in mine if it not in steps and not m.matches(it.func, m.Attribute(attr=m.Name("unscale_")))]
     in_loop = [it for it in steps if loop in source.ancestors(it)]
-    if not pass_ or has_long or not steps or any(loop in source.ancestors(it) for it in other):
+    if not pass_ or not steps or any(loop in source.ancestors(it) for it in other):
         return None
     if not in_loop:
         return _last_of(source, loop, pass_, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 from pathlib import Path
@@ -313,7 +314,7 @@ def test_something_left_has_its_own_exit_code(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("import horovod.torch as hvd\nprint 'old'\n", "is not Python 3, in line 2"),
+        ("import horovod.torch as hvd\nprint 'old'\n", "is not Python 3: see line 2"),
         ("print(3)\n", "does not use horovod.torch: there is nothing to migrate"),
         ("import horovod.tensorflow as hvd\n", "of Horovod's APIs only horovod.torch is migrated"),
         ("import horovod.tensorflow.keras as hvd\n", "of Horovod's APIs only horovod.torch is migrated"),
@@ -335,6 +336,6 @@ def test_what_is_typed_must_name_a_script(words: list[str]) -> None:
 
 
 def test_libcst_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(migrate_cli.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(OptionError, match=r"Type: pip install 'hvd_trainer\[migrate\]'"):
         migrate_cli.main(["train.py"])
