@@ -48,6 +48,9 @@ COMMANDS: Mapping[str, Mapping[str, Command]] = {
         "run": Command(
             "tools.run.cli", "run a script for Horovod or torch.distributed on either engine, unchanged"
         ),
+        "migrate": Command(
+            "tools.migrate.cli", "rewrite a Horovod script for torch.distributed and DDP, as a diff"
+        ),
         "export": Command("tools.export", "write a checkpoint's weights as model.safetensors"),
     },
 }

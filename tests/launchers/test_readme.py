@@ -88,6 +88,9 @@ TYPED_ELSEWHERE = {
     "make lint": (".ci/run", "make lint"),
     "make docs": (".ci/run", "make docs"),
     "python docs/options_page.py": ("test_docs.py", "options_page.py"),
+    "hvd-trainer migrate train.py": ("test_migrate.py", '"migrate"'),
+    "hvd-trainer migrate train.py --write": ("test_migrate.py", '"--write"'),
+    "hvd-trainer migrate train.py --prove -np 2 -- --epochs 1": ("test_migrate_proves.py", '"--prove"'),
     # Too long for CI; its parts that are quick are tested beside it.
     "make image-test": ("Makefile", "-m image"),
     # Its stages need a GPU; that these forms are there is tested without one.
@@ -358,7 +361,8 @@ def test_make_ends_with_what_is_said(command: str, end: str, tmp_path: Path) -> 
     plan = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=REPOSITORY, env=environ).stdout
     joined = plan.replace("\\\n", " ").strip().splitlines()
     assert shlex.split(joined[-1])[1:] == shlex.split(end)
-    for step in ("-m venv", "-c constraints.txt -e '.[tensorboard,imdb]'", "-m hvd_trainer install-horovod"):
+    package = "-c constraints.txt -e '.[tensorboard,imdb,migrate]'"
+    for step in ("-m venv", package, "-m hvd_trainer install-horovod"):
         assert step in plan
 
 
@@ -437,6 +441,7 @@ def test_options_in_prose_exist() -> None:
         "hvd_trainer.imdb",
         "hvd_trainer install-horovod",
         "hvd_trainer export",
+        "hvd_trainer migrate",
         "hvd_trainer compare",
         "hvd_trainer diagnose",
         "hvd_trainer parity",

@@ -21,7 +21,7 @@ from hvd_trainer.measure.start import locked_folder
 from hvd_trainer.measure.trials import TrialRunner
 from hvd_trainer.tools.parity.comparison import Pair
 from hvd_trainer.tools.parity.report import conclude
-from hvd_trainer.tools.parity.traced_runs import parse_engines, trace_all
+from hvd_trainer.tools.parity.traced_runs import Side, parse_engines, trace_all, versions
 
 RUNS_FOLDER = "parity-runs"
 """The folder in --out in which runs are made and removed: of what else is in --out nothing is touched."""
@@ -40,6 +40,10 @@ class ParityOptions:
     """ranks, of both engines"""
     backend: str = "horovod,ddp"
     """two or three of: horovod, ddp, single (one process, with the same global batch; not for scripts)"""
+    new: Path | None = None
+    """a new version of the script, which the second engine runs; the first runs the script as it is"""
+    exactly_horovod: bool = True
+    """as in `run`, of a script for Horovod: with the traps that change its numbers"""
     steps: Annotated[int, Ge(1)] = 20
     """optimizer steps"""
     tolerance: Annotated[float | None, Ge(0)] = None
@@ -61,7 +65,10 @@ def main(argv: Sequence[str]) -> int:
     # All runs are new ones, from their first step.
     options, job = read_command("parity", ParityOptions, argv)
     check_installed()
-    engines = parse_engines(options.backend)
+    if options.new is None:
+        sides = [Side(engine, engine, job) for engine in parse_engines(options.backend)]
+    else:
+        sides = versions(options.backend, job, options.new)
     threads, steps = options.threads or threads_per_rank(options.np), options.steps
     place = options.out.expanduser().resolve() / RUNS_FOLDER
     if place.is_symlink():
@@ -69,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     with locked_folder(place) as folder:
         # Nothing is resumed: the job may have been changed since.
         runner = TrialRunner(folder, limit_s=options.timeout_s, resume=False)
-        runs = trace_all(engines, job, options.np, threads, steps, runner)
+        runs = trace_all(sides, options.np, threads, steps, runner, exactly=options.exactly_horovod)
         traces = [run.trace for run in runs if run.trace is not None]
         pairs = [Pair.compare(one, other, options.tolerance) for one, other in combinations(traces, 2)]
         report = conclude(runs, pairs, folder, runner.warnings)

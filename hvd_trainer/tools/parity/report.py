@@ -42,7 +42,7 @@ def conclude(runs: Sequence[TracedRun], pairs: Sequence[Pair], folder: Path, war
         warnings: of the runs.
     """
     traces = [run.trace for run in runs if run.trace is not None]
-    failed = [f"{run.engine} {run.record.state}: {run.record.why(folder)}" for run in runs if not run.done]
+    failed = [f"{run.name} {run.record.state}: {run.record.why(folder)}" for run in runs if not run.done]
     suspect = [text for pair in pairs if pair.same for text in _suspect(pair.one)]
     return Report(
         title="Compared step by step",

@@ -6,23 +6,34 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import read_backends
-from hvd_trainer.measure.measured import MeasuredTrial
+from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial
 from hvd_trainer.measure.trials import RunRecord, TrialRunner
-from hvd_trainer.tools.parity.traces import Trace, read_trace
+from hvd_trainer.tools.parity.traces import VERSIONS, Trace, read_trace
 from hvd_trainer.utils.text import plural
 
 ENGINES = ("horovod", "ddp", "single")
+SAME_SUMS = ("--fusion-threshold-mb", "0", "--bucket-mb", "1e-6")
+"""Options of `run` that make each gradient a message of its own: from three ranks on, the order in which Gloo adds
+up an element depends on its place in the message, and Horovod packs gradients as they come."""
+
+
+class Side(NamedTuple):
+    """One of the runs that are compared."""
+
+    name: str
+    engine: str
+    job: Sequence[str]
 
 
 @dataclass(frozen=True)
 class TracedRun:
     """A run and its trace; a failed run has the trace of the steps it made."""
 
-    engine: str
+    name: str
     record: RunRecord
     trace: Trace | None
 
@@ -40,22 +51,53 @@ def parse_engines(text: str) -> list[str]:
     return sorted(read_backends(text, ENGINES, least=2), key=lambda name: name == "single")
 
 
+def versions(text: str, job: Sequence[str], new: Path) -> list[Side]:
+    """Return the runs of a script as it is and of a new version of it, on the engines of `--backend`.
+
+    Raises:
+        OptionError: there is no such file, the job is no script, or these are not two engines.
+    """
+    engines = text.split(",")
+    if not new.is_file() or job[0] == "-m":
+        raise OptionError(f"--new {new}: name a file, and behind -- the script that it is a new version of")
+    if len(engines) != len(VERSIONS) or not {*engines} <= {"horovod", "ddp"}:
+        raise OptionError(f"--backend {text}: with --new it is horovod,ddp or ddp,ddp, of the old and of the new")
+    jobs = (job, [str(new), *job[1:]])
+    return [Side(*side) for side in zip(VERSIONS, engines, jobs, strict=True)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TracedTrial(MeasuredTrial):
     """A way to run the job on an engine: as a user would type it, but for the steps that are traced."""
 
+    name: str
+
     @classmethod
     def of(
-        cls, job: Sequence[str], engine: str, ranks: int, threads: int, steps: int, like: Trace | None = None
+        cls,
+        job: Sequence[str],
+        engine: str,
+        ranks: int,
+        threads: int,
+        steps: int,
+        like: Trace | None = None,
+        *,
+        name: str | None = None,
+        exactly: bool = True,
     ) -> TracedTrial:
         """Return a trial that traces `steps` steps.
 
         Args:
             like: for `single`: a run on many ranks, whose global batch it takes.
+            name: of the run; None: that of the engine.
+            exactly: whether a script for Horovod computes what it does on Horovod, its traps included.
         """
         options = {} if like is None or engine != "single" else global_batch_options(like)
         ranks = 1 if engine == "single" else ranks
+        name = name or engine
         return cls(
+            name=name,
+            run_options=(*(SAME_NUMBERS if exactly else ()), *(SAME_SUMS if name in VERSIONS else ())),
             job=job,
             engine=engine,
             ranks=ranks,
@@ -64,13 +106,13 @@ class TracedTrial(MeasuredTrial):
             endless=False,
             options=options,
             record={"trace_steps": steps},
-            label=f"{engine} on {plural(ranks, 'rank')}",
-            identity={"engine": engine, "ranks": ranks, "words": [*job], "options": options},
+            label=f"{name if name == engine else f'{name}, {engine}'} on {plural(ranks, 'rank')}",
+            identity={"engine": engine, "exactly": exactly, "ranks": ranks, "words": [*job], "options": options},
         )
 
     def read(self, log: Path) -> dict[str, Any] | None:
         """Return the number of steps that were traced; None if a rank has no trace."""
-        trace = read_trace(self.engine, log)
+        trace = read_trace(self.name, log)
         return None if trace is None or trace.size != self.ranks else {"steps": len(trace.steps)}
 
 
@@ -97,21 +139,21 @@ def global_batch_options(like: Trace) -> dict[str, Any]:
 
 
 def trace_all(
-    engines: Sequence[str], job: Sequence[str], ranks: int, threads: int, steps: int, runner: TrialRunner
+    sides: Sequence[Side], ranks: int, threads: int, steps: int, runner: TrialRunner, *, exactly: bool = True
 ) -> list[TracedRun]:
-    """Run the job on each engine and print each result; after a failed run the others are run all the same."""
-    for engine in ENGINES:
-        shutil.rmtree(runner.folder / engine, ignore_errors=True)
-    for engine in engines:  # raises before the first run if a launcher is missing
-        TracedTrial.of(job, engine, ranks, threads, steps).start(runner.folder)
+    """Make each run and print its result; after a failed run the others are made all the same."""
+    for name in (*ENGINES, *VERSIONS):
+        shutil.rmtree(runner.folder / name, ignore_errors=True)
+    for name, engine, job in sides:  # raises before the first run if a launcher is missing
+        TracedTrial.of(job, engine, ranks, threads, steps, name=name).start(runner.folder)
     runs: list[TracedRun] = []
-    for engine in engines:
+    for name, engine, job in sides:
         like = next((run.trace for run in runs if run.trace is not None), None)
-        trial = TracedTrial.of(job, engine, ranks, threads, steps, like)
-        record = runner.run(trial, keep=runner.folder / engine)
+        trial = TracedTrial.of(job, engine, ranks, threads, steps, like, name=name, exactly=exactly)
+        record = runner.run(trial, keep=runner.folder / name)
         made = record.figures.get("steps", steps)
         said = plural(made, "step") if record.state == "done" else record.state
         more = f", as the job makes no more than {made}" if made < steps else ""
         print(f"{trial.label}: {said} ({record.seconds:.0f} s){more}", flush=True)
-        runs.append(TracedRun(engine, record, read_trace(engine, runner.folder / engine)))
+        runs.append(TracedRun(name, record, read_trace(name, runner.folder / name)))
     return runs

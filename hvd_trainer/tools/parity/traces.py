@@ -25,6 +25,8 @@ SCRIPT_OPTIONS: dict[str, Any] = {
     "sync_batch_norm": False,
 }
 """Stand for the options of the Trainer in the trace of a script, which has none of them."""
+VERSIONS = ("old", "new")
+"""Names of two versions of one script, which may set themselves up in different ways."""
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 """From the lowest, by the type of parameters."""
 SENT_AS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -68,7 +70,7 @@ class Trace:
     """The snapshots of all ranks of one run."""
 
     name: str
-    """name of the engine"""
+    """name of the engine, or one of `VERSIONS`"""
     facts: Mapping[str, Any]
     """content of run.json"""
     options: Mapping[str, Any]

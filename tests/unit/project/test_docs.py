@@ -22,7 +22,11 @@ DOCS = REPOSITORY / "docs"
 
 @pytest.mark.parametrize(
     ("script", "function", "file"),
-    [("architecture_graph.py", "drawing", "architecture.svg"), ("options_page.py", "page", "options.md")],
+    [
+        ("architecture_graph.py", "drawing", "architecture.svg"),
+        ("options_page.py", "page", "options.md"),
+        ("migrate_page.py", "page", "migrate.md"),
+    ],
 )
 def test_what_is_made_from_the_source_is_up_to_date(script: str, function: str, file: str) -> None:
     made = runpy.run_path(str(DOCS / script))[function]()

@@ -40,6 +40,7 @@ from hvd_trainer.tools.parity.traced_runs import (
     TracedTrial,
     global_batch_options,
     parse_engines,
+    versions,
 )
 from hvd_trainer.tools.parity.traces import SCRIPT_OPTIONS, Moment, Trace
 
@@ -381,6 +382,30 @@ def test_large_model_is_compared_by_samples_of_its_values() -> None:
 def test_invalid_engines_are_refused(backend: str) -> None:
     with pytest.raises(OptionError, match=f"--backend {backend}: name 2 or more of"):
         parse_engines(backend)
+
+
+def test_a_new_version_of_a_script_is_run_in_its_place(tmp_path: Path) -> None:
+    new = tmp_path / "new.py"
+    new.touch()
+    old, other = versions("horovod,ddp", ["train.py", "--epochs", "1"], new)
+    assert old == ("old", "horovod", ["train.py", "--epochs", "1"])
+    assert other == ("new", "ddp", [str(new), "--epochs", "1"])
+    trial = TracedTrial.of(other.job, other.engine, 2, 1, 20, name=other.name, exactly=False)
+    assert trial.label == "new, ddp on 2 ranks"
+    assert "--exactly-horovod" not in trial.start(tmp_path).command
+    for backend, job in (("horovod,ddp", DIGITS), ("horovod", ["train.py"]), ("ddp,single", ["train.py"])):
+        with pytest.raises(OptionError, match="--new"):
+            versions(backend, job, new)
+    with pytest.raises(OptionError, match="name a file"):
+        versions("horovod,ddp", ["train.py"], tmp_path / "none.py")
+
+
+def test_two_versions_may_exchange_by_different_means() -> None:
+    one, other = script_trace("float32"), script_trace("float32")
+    one = replace(one, facts={**one.facts, "exchanged_by": "hvd.DistributedOptimizer"})
+    other = replace(other, facts={**other.facts, "exchanged_by": "DistributedDataParallel"})
+    assert not Pair.compare(replace(one, name="horovod"), replace(other, name="ddp")).same
+    assert Pair.compare(replace(one, name="old"), replace(other, name="new")).same
 
 
 def test_single_comes_last_with_the_global_batch() -> None:

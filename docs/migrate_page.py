@@ -1,0 +1,111 @@
+"""Write docs/migrate.md: how scripts are migrated, from the table of rules and from what it makes of two scripts.
+
+python docs/migrate_page.py writes the file; tests/unit/project/test_docs.py fails if it is out of date.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hvd_trainer.tools.migrate.migration import migrate
+from hvd_trainer.tools.migrate.table import TABLE, Rule
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ("tests/scripts/horovod_mnist.py", "examples/mnist/plain_horovod.py")
+BEGIN = """\
+# From Horovod to PyTorch
+
+A script for `horovod.torch` can stay as it is and [run on either engine](scripts.md), or change one import. Or
+it becomes one for plain torch.distributed and DistributedDataParallel, which needs neither Horovod nor this
+package:
+
+```bash
+hvd-trainer migrate train.py
+hvd-trainer migrate train.py --prove -np 2 -- --epochs 1
+hvd-trainer migrate train.py --write
+```
+
+The first prints a diff, in colours on a terminal. The second runs the script as it is, on Horovod or, where
+that is not installed, on `hvd_trainer.hvd`, and as the diff has it under torchrun, and says by
+[parity](verify.md#parity) `the same bits through 20 steps`, or what differs first and the line behind it. For
+that each gradient is a message of its own in both: from three ranks on, the order in which Gloo adds up depends on
+the place in a message, and Horovod packs its messages as gradients come. On 3, 5, 6 and other ranks that are no
+power of two the last bit may differ even so, as DDP divides before the sum.
+
+The third changes the file; with changes in it that git does not have, only with `--force`. A folder is migrated
+together: models, and `hvd` itself, are followed through calls from file to file. `horovodrun` in shell scripts
+and READMEs beside the files becomes torchrun. `pip install 'hvd_trainer[migrate]'` brings what it needs.
+
+What cannot be migrated, or is not seen well enough, is left as it is and listed with its line and what to do:
+it goes on working by `from hvd_trainer import hvd`, so that the script runs at every moment. The exit code is
+then 3; 0: all is migrated; 1: `--prove` has found a difference; 2: a mistake, as a file that is not Python 3,
+does not use Horovod, uses it for TensorFlow or Keras, or has something else by the name `dist` or `DDP`.
+
+<!-- Written by `python docs/migrate_page.py`: change the rules and not this page. -->
+
+## What each call becomes
+
+The last column names the case of `tests/support/migrate_cases.diff` that fails without the rule.
+
+| Horovod | becomes | why | test |
+|---|---|---|---|
+"""
+LEFT = """\
+
+## What is left
+
+| Horovod | by hand |
+|---|---|
+"""
+MORE_LEFT = """\
+| names that may come in another order on each rank, as in a loop over `items()` | make the order the same: \
+torch.distributed knows no names |
+| a collective whose gradient is used | `torch.distributed.nn.functional` |
+| a model that is trained by other calls than its own, or by functions in other files | wrap what is called |
+| a model that is assigned anew, as by `amp.initialize`, after the optimizer is wrapped | wrap it after that |
+
+Where Horovod has a trap that changes numbers, the result is without it, and `--prove` names it: most scripts
+call `broadcast_optimizer_state` of a new optimizer, [which takes a step](scripts.md#the-numbers-of-horovod). It
+then compares once more, with a Horovod that does not.
+
+## Two diffs
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    rows = [f"| {_calls(rule)} | {_becomes(rule)} | {rule.why} | {rule.test} |\n" for rule in TABLE.rules]
+    left = [f"| `{name}` | {advice} |\n" for name, advice in TABLE.by_hand.items()]
+    return "".join([BEGIN, *rows, LEFT, *left, MORE_LEFT, *map(_diff, SCRIPTS)])
+
+
+def _calls(rule: Rule) -> str:
+    return ", ".join(f"`{name}`" for name in rule.names.split())
+
+
+def _becomes(rule: Rule) -> str:
+    if rule.special:
+        return f"`{rule.result}`" if rule.result.endswith(")") and " " not in rule.result else rule.result
+    lines = [*rule.lines, *([rule.result] if rule.result != "{x}" else [])]
+    text = "; ".join(" ".join(line.split()) for line in lines)
+    for word, stands_for in {
+        "{tensor:name}": "{tensor}",
+        "{copy}": "{tensor}.clone()",
+        "{divided}": f" /= {SIZE}",
+    }.items():
+        text = text.replace(word, stands_for)
+    return f"`{text.replace('{op}', '').replace('{', '').replace('}', '')}`"
+
+
+def _diff(name: str) -> str:
+    path = ROOT / name
+    (result,) = migrate({path: path.read_text()})
+    text = result.diff().replace(f"{ROOT}{os.sep}", "")
+    return f"\n[{path.name}](../{name}):\n\n```diff\n{text}```\n"
+
+
+SIZE = "dist.get_world_size()"
+
+if __name__ == "__main__":
+    (Path(__file__).parent / "migrate.md").write_text(page())

@@ -1,0 +1,199 @@
+"""Follow a model through the files: which functions get it, where it is called, and which of these calls train."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import libcst as cst
+from libcst import matchers as m
+
+from hvd_trainer.tools.migrate.source import API, Source
+
+OF_DDP = {
+    *("train", "eval", "parameters", "zero_grad", "training", "requires_grad_", "buffers", "modules", "apply"),
+    *("no_sync", "register_comm_hook", "join", "to", "cuda", "cpu", "float", "half"),
+}
+"""What a wrapped model answers as the model itself does."""
+OF_MODULES = OF_DDP | {
+    *("state_dict", "load_state_dict", "named_parameters", "named_buffers", "named_modules", "children", "module"),
+    *("named_children", "share_memory", "double", "register_forward_hook", "compile", "device", "__class__"),
+}
+WITHOUT = m.Attribute(attr=m.Name("no_grad") | m.Name("inference_mode"))
+NO_GRAD = m.Call(WITHOUT)
+QUIET = m.With(items=[m.ZeroOrMore(), m.WithItem(item=NO_GRAD), m.ZeroOrMore()]) | m.FunctionDef(
+    decorators=[m.ZeroOrMore(), m.Decorator(NO_GRAD | WITHOUT), m.ZeroOrMore()]
+)
+"""A block without gradients."""
+BACKWARD = m.Call(m.Attribute(attr=m.Name("backward")))
+
+
+class NotFollowedError(Exception):
+    """DDP cannot stand for an optimizer, or it cannot be seen whether it can; the text says why."""
+
+
+class Folder:
+    """All files that are migrated together."""
+
+    def __init__(self, texts: Mapping[Path, str]) -> None:
+        self.sources = [Source(path, text) for path, text in texts.items()]
+        self.functions: dict[str, list[tuple[Source, cst.FunctionDef]]] = defaultdict(list)
+        for source in self.sources:
+            for it in source.find(cst.FunctionDef):
+                owner = source.around(it, cst.ClassDef) if it.name.value == "__init__" else None
+                self.functions[owner.name.value if owner else it.name.value].append((source, it))
+        self.args = [(it, arg) for it in self.sources for arg in it.find(cst.Arg)]
+        for source, arg in self.args:
+            if API in source.qualified(arg.value) and (place := self.parameter(source, arg)):
+                place[0].passed.add(place[1])
+
+    def calls(self, name: str) -> list[tuple[Source, cst.Call]]:
+        """Return all calls of a name in Horovod's API."""
+        every = ((source, call) for source in self.sources for call in source.find(cst.Call))
+        return [(source, call) for source, call in every if source.horovod(call.func) == name]
+
+    def owners(self, method: str) -> set[str]:
+        """Return the last names of the objects whose method of this name is called."""
+        named = m.Call(m.Attribute(m.Name() | m.Attribute(), m.Name(method)))
+        every = ((source, call) for source in self.sources for call in source.find(cst.Call))
+        return {source.code(it.func.value).split(".")[-1] for source, it in every if m.matches(it, named)}  # type: ignore[attr-defined]
+
+    def parameter(self, source: Source, arg: cst.Arg) -> tuple[Source, str] | None:
+        """Return the key of the parameter of a function, or of a class's `__init__`, that an argument is for."""
+        call: Any = source.parents[arg]
+        name = last_name(call.func) if isinstance(call, cst.Call) and not arg.star else ""
+        modules, known = source.modules(call.func) if name else set(), self.functions.get(name, [])
+        here = [it for it in known if it[0] is source]
+        if modules:
+            known = [it for it in known if it[0].path.stem in modules]
+        elif here or isinstance(call.func, cst.Name):
+            known = here
+        if len(known) != 1:
+            return None
+        owner, function = known[0]
+        params = [*function.params.posonly_params, *function.params.params]
+        params = params[1:] if isinstance(owner.parents.get(owner.parents[function]), cst.ClassDef) else params
+        place = call.args.index(arg)
+        wanted = arg.keyword.value if arg.keyword else params[place].name.value if place < len(params) else ""
+        named = [it for it in [*params, *function.params.kwonly_params] if it.name.value == wanted]
+        return (owner, str(owner.key(named[0].name))) if named else None
+
+
+@dataclass
+class Training:
+    """What the training does with a model, seen from a variable that has it; empty if it does not train by it.
+
+    Attributes:
+        calls: of the model, with the name by which they call the wrapped one.
+        edits: expressions, and what stands for them when the wrapped model is given on.
+        given: variables that get it.
+        asks: those of them that are asked for more than a wrapped model has.
+    """
+
+    calls: list[tuple[Source, cst.Call, str]] = field(default_factory=list)
+    edits: list[tuple[Source, cst.BaseExpression, str]] = field(default_factory=list)
+    given: list[tuple[Source, str]] = field(default_factory=list)
+    asks: list[tuple[Source, str]] = field(default_factory=list)
+
+
+def follow(
+    folder: Folder,
+    source: Source,
+    key: str,
+    name: str | None = None,
+    after: cst.CSTNode | None = None,
+    seen: tuple[tuple[Source, str], ...] = (),
+) -> Training:
+    """Return where the model in a variable goes.
+
+    Args:
+        name: of the wrapped model where that is another variable; None: this one gets it.
+        after: the statement that wraps it: places before it in its function are not of the training.
+        seen: variables on the way here.
+
+    Raises:
+        NotFollowedError: the model is trained by other means than calls.
+    """
+    result, passed = Training(), []
+    for node in source.uses[key] if (source, key) not in seen else ():
+        parent: Any = source.parents[node]
+        outer: Any = source.parents[parent] if isinstance(parent, (cst.Attribute, cst.Arg)) else parent
+        is_early = (
+            after and source.function(node) is source.function(after) and source.line(node) <= source.line(after)
+        )
+        is_forward = m.matches(parent, m.Attribute(attr=m.Name("forward")))
+        is_call = isinstance(outer, cst.Call) and (parent is outer or outer.func is parent)
+        is_used = not isinstance(source.parents.get(outer), cst.Expr) and trains(source, node)
+        code = source.code(node)
+        if source.assigned(node) or is_early:
+            continue
+        if is_call and (parent is outer or is_forward):
+            if not is_evaluation(source, node):
+                result.calls.append((source, outer, name or code))
+                result.edits.append((source, outer.func, name or code))
+        elif isinstance(parent, cst.Attribute):
+            if is_call and is_used and parent.attr.value not in OF_MODULES:
+                raise NotFollowedError(f"the training calls `{source.code(parent)}`, which DDP does not see")
+            if name is None and parent.attr.value not in OF_DDP:
+                result.asks.append((source, key))
+                result.edits.append((source, node, f"{code}.module"))
+        elif isinstance(parent, cst.Arg) and (place := folder.parameter(source, parent)):
+            passed.append((node, place))
+        elif isinstance(parent, cst.Arg) and is_used:
+            called = source.code(getattr(outer, "func", outer))
+            raise NotFollowedError(f"the training gives the model to `{called}`, which is not in these files")
+        for place in _assigned_to(folder, source, node):
+            if isinstance(parent, cst.Arg) and follow(folder, *place, seen=(*seen, (source, key))).calls:
+                raise NotFollowedError(f"the model is trained as `{place[1].split('.')[-1]}`")
+            passed += [] if isinstance(parent, cst.Arg) or place == (source, key) else [(node, place)]
+    for node, place in passed:
+        inner = follow(folder, *place, seen=(*seen, (source, key)))
+        for own, theirs in zip(vars(result).values(), vars(inner).values(), strict=True):
+            own += theirs
+        if inner.calls:
+            result.given.append(place)
+            result.edits += [(source, node, name)] if name else []
+        elif name is None:
+            result.asks.append((source, key))
+            result.edits.append((source, node, f"{source.code(node)}.module"))
+    return result if result.calls else Training()
+
+
+def _assigned_to(folder: Folder, source: Source, node: cst.BaseExpression) -> list[tuple[Source, str]]:
+    """Return the variables that get a model: by an assignment, that of an unknown call of it, or by a return."""
+    parent: Any = source.parents[node]
+    outer: Any = source.parents[source.parents[parent]] if isinstance(parent, (cst.Arg, cst.Element)) else parent
+    found = [(source, outer.targets[0].target)] if isinstance(outer, cst.Assign) else []
+    function: Any = source.function(node)
+    for other in folder.sources if isinstance(outer, cst.Return) and function is not None else ():
+        for assigned in other.find(cst.Assign):
+            call, target = assigned.value, assigned.targets[0].target
+            if not isinstance(call, cst.Call) or last_name(call.func) != function.name.value:
+                continue
+            if isinstance(parent, cst.Element) and isinstance(target, cst.Tuple):
+                target = target.elements[outer.value.elements.index(parent)].value
+            if other is source or source.path.stem in other.modules(call.func):
+                found.append((other, target))
+    return [(other, key) for other, target in found if (key := other.key(target)) is not None]
+
+
+def last_name(function: cst.BaseExpression) -> str:
+    """Return `train` of `train` and of `job.train`."""
+    return str(getattr(getattr(function, "attr", function), "value", ""))
+
+
+def is_evaluation(source: Source, model: cst.BaseExpression) -> bool:
+    """Return whether a call of the model is not one of the training."""
+    stop = m.Call(m.Attribute(m.MatchIfTrue(lambda it: it.deep_equals(model)), m.Name("eval")))
+    function = source.function(model)
+    is_quiet = any(m.matches(it, QUIET) for it in source.ancestors(model))
+    return is_quiet or (function is not None and not trains(source, model) and bool(m.findall(function, stop)))
+
+
+def trains(source: Source, node: cst.CSTNode) -> bool:
+    """Return whether the function around a node computes gradients, and where it does."""
+    is_quiet = any(m.matches(it, QUIET) for it in source.ancestors(node))
+    return not is_quiet and bool(m.findall(source.function(node) or source.module, BACKWARD))

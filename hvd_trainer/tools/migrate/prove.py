@@ -1,0 +1,81 @@
+"""Prove that a migrated script trains the same: run it beside the original by `hvd-trainer parity`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.start import locked_folder
+from hvd_trainer.tools.migrate.migration import Migrated
+
+AT_START = ("optimizer", "parameters")
+"""What a step before the training changes."""
+
+
+def prove(
+    migrated: Sequence[Migrated], script: Path, job: Sequence[str], ranks: int, steps: int, out: Path
+) -> int:
+    """Run the original and the result, print what parity says, and the lines behind a difference.
+
+    Args:
+        script: the file that is run.
+        job: its arguments.
+        out: folder for the copy of the script's folder, and for parity's results.
+
+    Returns:
+        Parity's exit code: 0 the same, 1 different, 2 a run has failed.
+
+    Raises:
+        OptionError: `out` is in use.
+    """
+    engine = "ddp" if PathFinder.find_spec("horovod") is None else "horovod"
+    with locked_folder(out.expanduser().resolve() / "migrate-run") as folder:
+        copy = folder / "new"
+        shutil.rmtree(copy, ignore_errors=True)
+        texts = {it.path.resolve(): it.after.encode() for it in migrated}
+        for path in sorted(script.parent.resolve().rglob("*.py")):
+            inner = path.relative_to(script.parent.resolve())
+            is_ours = not any(part.startswith((".", "venv", "runs")) for part in inner.parts)
+            if is_ours and not path.is_relative_to(folder):
+                (copy / inner).parent.mkdir(parents=True, exist_ok=True)
+                (copy / inner).write_bytes(texts.get(path) or path.read_bytes())
+        words = ["-np", str(ranks), "--steps", str(steps), "--out", str(folder), "--new", str(copy / script.name)]
+        code, finding = _parity([*words, "--backend", f"{engine},ddp"], [str(script), *job], folder)
+        if finding is None:
+            return code
+        is_trap = finding["step"] == 0 and finding["quantity"] in AT_START
+        quantities = ["optimizer"] * is_trap + [finding["quantity"]]
+        lines = next(
+            filter(None, ([line for it in migrated for line in it.traps(name)] for name in quantities)), []
+        )
+        print(
+            "Behind it:" if lines else "No line of the diff is known to be behind it.",
+            *lines,
+            sep="\n",
+            flush=True,
+        )
+        if is_trap and lines:
+            print("Without that trap of Horovod:", flush=True)
+            _parity([*words, "--backend", "ddp,ddp", "--no-exactly-horovod"], [str(script), *job], folder)
+        return code
+
+
+def _parity(words: Sequence[str], job: Sequence[str], folder: Path) -> tuple[int, dict[str, Any] | None]:
+    """Return parity's exit code, and what differs first."""
+    report = folder / "parity.json"
+    report.unlink(missing_ok=True)
+    code = subprocess.run([sys.executable, "-m", "hvd_trainer", "parity", *words, "--", *job]).returncode
+    if not report.exists():
+        if code == 0:
+            raise OptionError(f"parity has left no {report}")
+        return code, None
+    pairs = json.loads(report.read_text())["pairs"]
+    findings = [finding for pair in pairs for finding in pair["findings"]]
+    return code, findings[0] if findings else None

@@ -1,0 +1,34 @@
+"""The table of rules, rules.yaml, and what its rows say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """One row, whose fields rules.yaml explains: calls of Horovod, and what they become."""
+
+    names: str
+    why: str
+    test: str
+    result: str = "{x}"
+    lines: tuple[str, ...] = ()
+    signature: str = ""
+    special: bool = False
+    shows: str = ""
+
+
+class Table(msgspec.Struct, frozen=True):
+    """The file."""
+
+    rules: list[Rule]
+    by_hand: dict[str, str]
+    hooks: dict[str, str]
+
+
+TABLE = msgspec.yaml.decode(Path(__file__).with_name("rules.yaml").read_bytes(), type=Table)
+BY_NAME = {name: rule for rule in TABLE.rules for name in rule.names.split()}
+OTHERWISE = "write it with torch.distributed"
+NOT_PLAIN = "its place, its arguments or the use of its gradient are more than a rule can follow: "

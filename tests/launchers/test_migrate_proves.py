@@ -1,0 +1,42 @@
+"""Test `migrate --prove` on real runs: the same bits, and a trap of Horovod that is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launchers import SCRIPTS, launch, requires
+
+pytestmark = pytest.mark.warm
+
+SCRIPT = (SCRIPTS / "horovod_mnist.py").read_text()
+STATE = "hvd.broadcast_optimizer_state(optimizer, root_rank=0)\n"
+
+
+def prove(tmp_path: Path, script: str) -> tuple[int, str]:
+    """Return the exit code and what was printed."""
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    words = ["migrate", str(path), "--prove", "-np", "2", "--steps", "4", "--out", str(tmp_path / "proof"), "--"]
+    result = launch("python", 1, ["-m", "hvd_trainer", *words, "--epochs", "1"], check=False)
+    return result.returncode, result.stdout
+
+
+@requires("horovod")
+def test_a_migrated_script_trains_the_same_bits(tmp_path: Path) -> None:
+    script = SCRIPT.replace(STATE, "").replace("op=hvd.Average", "compression=hvd.Compression.fp16")
+    code, printed = prove(tmp_path, script)
+    assert "old and new: the same bits through 4 steps" in printed, printed
+    assert code == 0
+
+
+@requires("horovod")
+def test_a_trap_of_horovod_is_named_with_its_line(tmp_path: Path) -> None:
+    """Weight decay moves the weights in the step that Horovod takes with a new optimizer."""
+    script = SCRIPT.replace("momentum=args.momentum)", "momentum=args.momentum, weight_decay=0.1)")
+    code, printed = prove(tmp_path, script)
+    assert code == 1, printed
+    assert "old and new differ before the first step" in printed
+    line = script.splitlines().index(STATE.strip()) + 1
+    assert f"train.py:{line}: {STATE.strip()}\n    A new optimizer has no state to send" in printed
+    assert "old and new: the same bits through 4 steps" in printed.partition("Without that trap of Horovod:")[2]

@@ -1,0 +1,341 @@
+"""Test `migrate`: every rule on its own script, what is left, and what it says of files that it cannot migrate."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from migrate_cases import CASES, HEAD, IMPORTS
+
+from hvd_trainer import cli
+from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.migrate import cli as migrate_cli
+from hvd_trainer.tools.migrate.migration import Migrated, migrate
+from hvd_trainer.tools.migrate.table import BY_NAME, TABLE, Rule
+
+WRAPPED = """
+model = Net()
+optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), named_parameters=model.named_parameters(){})
+for data in load():
+    {}.backward()
+    optimizer.step()
+"""
+LEFT = {
+    "process sets": (HEAD + "group = hvd.add_process_set([0, 1])\n", "dist.new_group(ranks)"),
+    "of a process set": (HEAD + "hvd.allreduce_(x, process_set=group)\n", "hvd.allreduce_"),
+    "Adasum": (HEAD + WRAPPED.format(", op=hvd.Adasum", "model(data)"), "Adasum has no counterpart in DDP"),
+    "Adasum by an option": (
+        HEAD + WRAPPED.format(", op=hvd.Adasum if adasum else hvd.Average", "model(data)"),
+        "the script says so now",
+    ),
+    "elastic": (HEAD + "@hvd.elastic.run\ndef train(state):\n    pass\n", "torchrun --max-restarts"),
+    "elastic sampler": (
+        HEAD + "sampler = hvd.elastic.ElasticSampler(data)\nsampler.record_batch(0, 8)\n",
+        "hvd.elastic.ElasticSampler",
+    ),
+    "timelines": (HEAD + "hvd.start_timeline('trace.json')\n", "torch.profiler"),
+    "horovod.run": ("import horovod\n\nif __name__ == '__main__':\n    horovod.run(main, np=2)\n", "horovod.run"),
+    "own compression": (
+        HEAD + WRAPPED.format(", compression=TopK", "model(data)"),
+        "its compression is not hvd.Compression.fp16 or bf16",
+    ),
+    "changed API": (
+        HEAD + WRAPPED.format(", topk=3", "model(data)"),
+        "its options are not those of one exchange",
+    ),
+    "dynamic names": (
+        HEAD + "for name, value in metrics.items():\n    mean = hvd.allreduce(value, name=name)\n",
+        "hvd.allreduce",
+    ),
+    "gradients through a collective": (
+        HEAD + "class Net:\n    def forward(self, x):\n        return head(hvd.allgather(x))\n",
+        "hvd.allgather",
+    ),
+    "methods": (HEAD + WRAPPED.format("", "model.loss_of(data)"), "the training calls `model.loss_of`"),
+    "unknown function": (
+        HEAD + WRAPPED.format("", "loss_of(model, data)"),
+        "the training gives the model to `loss_of`, which is not in these files",
+    ),
+    "no training": (HEAD + WRAPPED.format("", "loss"), "no training call of the model is seen"),
+    "wrapped again": (
+        HEAD
+        + WRAPPED.format("", "model(data)").replace(
+            "for data", "model, optimizer = amp(model, optimizer)\nfor data"
+        ),
+        "`model` is assigned again",
+    ),
+    "one of two models": (
+        HEAD
+        + """
+def build(args):
+    model = Net()
+    if not args.horovod:
+        model = DataParallel(model)
+    else:
+        hvd.broadcast_parameters(model.state_dict())
+        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), named_parameters=model.named_parameters())
+    model(1).backward()
+""",
+        "another one on each side of the condition",
+    ),
+    "trained by another name": (
+        HEAD
+        + WRAPPED.format("", "wrapped(data)").replace(
+            "for data", "def use():\n    run(compile(model))\n\nfor data"
+        )
+        + "\n\ndef run(net):\n    net(1).backward()\n\n\ndef other():\n    net = compile(model)\n    run(net)\n",
+        "the model is trained as `net`",
+    ),
+    "an optimizer of two models": (
+        HEAD
+        + "hvd.broadcast_parameters(one.state_dict())\nopt = SGD(chain(one.parameters(), two.parameters()))\n"
+        + "opt = hvd.DistributedOptimizer(opt)\none(1).backward()\n",
+        "it is not seen which model it trains",
+    ),
+    "groups at the start": (HEAD + "hvd.init(process_sets=[hvd.ProcessSet([0])])\n", "hvd.init"),
+    "wrapped under a condition": (
+        CASES["model returned"].before.replace(
+            "    optimizer = hvd", "    if args.distributed:\n        optimizer = hvd"
+        ),
+        "gets other models, too",
+    ),
+    "sum of unseen passes": (
+        HEAD + WRAPPED.format(", op=hvd.Sum, backward_passes_per_step=2", "model(data)"),
+        "Sum has no counterpart in DDP with passes",
+    ),
+    "unseen passes": (
+        HEAD + WRAPPED.format(", backward_passes_per_step=2", "model(data)"),
+        "it is right without, and slower",
+    ),
+    "a handle in a list": (HEAD + "handles.append(hvd.allreduce_async_(x))\n", "hvd.allreduce_async_"),
+    "in a comprehension": (HEAD + "means = [hvd.allreduce(x) for x in values]\n", "hvd.allreduce"),
+    "on a condition's line": (HEAD + "if ready: x = hvd.allreduce(x)\n", "hvd.allreduce"),
+    "on one line with others": (HEAD + "x = 3; x = hvd.allreduce(x)\n", "hvd.allreduce"),
+    "an average that is not known": (HEAD + "x = hvd.allreduce(x, average=args.mean)\n", "hvd.allreduce"),
+    "factors": (HEAD + "x = hvd.allreduce(x, prescale_factor=0.5)\n", "hvd.allreduce"),
+    "splits": (HEAD + "x, sizes = hvd.alltoall(x, splits)\n", "hvd.alltoall"),
+    "unknown calls": (HEAD + "print(hvd.is_homogeneous())\n", "write it with torch.distributed"),
+    "hosts": ("horovodrun -np 4 -H node1:2,node2:2 python train.py\n", "--rdzv-endpoint"),
+}
+
+
+def one(text: str, name: str = "train.py") -> Migrated:
+    (result,) = migrate({Path(name): text})
+    return result
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rules_give_what_a_person_writes(name: str) -> None:
+    case = CASES[name]
+    result = one(case.before, case.name)
+    assert case.shown(result.after) == case.after
+    assert result.left == []
+    assert one(result.after, case.name).after == result.after, "and a second time changes nothing"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_imports_are_those_of_what_is_used(name: str) -> None:
+    after = one(CASES[name].before, CASES[name].name).after
+    body = IMPORTS.sub("", after)
+    for word in ("os", "contextlib", "dist", "default_hooks", "Join", "DDP", "hvd"):
+        is_imported = re.search(rf"^(import|from) .*\b{word}$", after, re.MULTILINE)
+        assert bool(is_imported) == bool(re.search(rf"\b{word}[.(]", body)), (word, after)
+
+
+@pytest.mark.parametrize("rule", TABLE.rules, ids=lambda rule: rule.names)
+def test_no_rule_can_be_missing(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[rule.test]
+    for name in rule.names.split():
+        monkeypatch.delitem(BY_NAME, name)
+    assert [case.shown(it.after) for it in migrate({Path(case.name): case.before})] != [case.after]
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_left_is_listed_and_runs_on_hvd_trainer(case: str) -> None:
+    before, said = LEFT[case]
+    result = one(before, "train.sh" if case == "hosts" else "train.py")
+    assert any(said in f"{what}: {advice}" for _, what, advice in result.left), result.left
+    for line, what, _ in result.left:
+        word = what.removeprefix("hvd.").partition("=")[0].split(" ")[0]
+        assert word in result.before.splitlines()[line - 1], "the line is that of the file"
+    assert "horovod.torch" not in result.after, "nothing that is left needs Horovod's compiled part"
+
+
+def test_an_elastic_training_is_left_whole() -> None:
+    """Its ranks change; those of torch.distributed do not."""
+    text = "hvd.init()\n\n\n@hvd.elastic.run\ndef train(state):\n    print(hvd.rank())\n    model(1).backward()\n"
+    result = one(HEAD + text)
+    assert result.after == HEAD.replace("import horovod.torch as hvd", "from hvd_trainer import hvd") + text
+    assert [what for _, what, _ in result.left] == ["hvd.elastic.run"]
+
+
+def test_weights_of_another_rank_are_sent_by_a_broadcast() -> None:
+    """DDP sends those of rank 0."""
+    result = one(
+        HEAD
+        + "model = Net()\nhvd.broadcast_parameters(model.state_dict(), root_rank=1)\n"
+        + WRAPPED.format("", "model(data)").replace("model = Net()\n", "")
+    )
+    assert "dist.broadcast(tensor.detach(), src=1)" in result.after
+    assert result.after.index("src=1") < result.after.index("DDP(model")
+
+
+def test_gradients_that_are_left_at_the_end_are_exchanged() -> None:
+    """A step behind the loop takes those of passes that were none's last: then all passes exchange."""
+    before = CASES["passes by number"].before + "optimizer.step()\n"
+    result = one(before)
+    assert "no_sync" not in result.after
+    assert [what for _, what, _ in result.left] == ["backward_passes_per_step"]
+    assert "hvd" not in result.after, "and nothing is left of Horovod"
+
+
+def test_lines_with_more_than_a_call_keep_the_rest() -> None:
+    text = CASES["synchronize"].before.replace("\noptimizer.sync", "\nif ready: say(); optimizer.sync")
+    assert "if ready: say(); None\n" in one(text).after
+    assert "if ready: dist.init_process_group()\n" in one(HEAD + "if ready: hvd.init()\n").after
+
+
+@pytest.mark.parametrize("case", ["world", "allreduce", "compression", "passes in a loop"])
+def test_line_ends_stay_as_they_are(case: str) -> None:
+    before = CASES[case].before
+    assert one(before.replace("\n", "\r\n")).after == one(before).after.replace("\n", "\r\n")
+
+
+def test_a_lone_part_of_a_training_keeps_its_waits() -> None:
+    """The optimizer is made in a file that was not given."""
+    text = "import horovod.torch as hvd\ndef train(optimizer):\n    optimizer.synchronize()\n"
+    text += "    with optimizer.skip_synchronize():\n        optimizer.step()\n    print(hvd.rank())\n"
+    assert one(text).after.count("synchronize") == 2
+
+
+def test_what_is_left_starts_too() -> None:
+    result = one(HEAD + "hvd.init()\nhvd.start_timeline('trace.json')\nprint(hvd.rank())\nhvd.shutdown()\n")
+    assert "from hvd_trainer import hvd\n" in result.after
+    assert "dist.init_process_group()\nhvd.init()\n" in result.after
+    assert "print(dist.get_rank())\ndist.destroy_process_group()\nhvd.shutdown()\n" in result.after
+
+
+def test_a_folder_is_migrated_together() -> None:
+    """The model, and hvd itself, go from file to file."""
+    main = "import horovod.torch as hvd\nfrom loop import train\nfrom log import say\n\nmodel = Net()\n"
+    main += "optimizer = SGD(model.parameters())\n"
+    main += "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
+    main += "train(model, optimizer)\nsay(hvd, 'done')\n"
+    loop = "def train(model, optimizer):\n    model(1).backward()\n    optimizer.step()\n"
+    loop += "    save(model.state_dict())\n"
+    loop += "    optimizer.synchronize()\n"
+    log = "def say(hvd, text):\n    if hvd.rank() == 0:\n        print(text)\n"
+    texts = {
+        Path("main.py"): main,
+        Path("loop.py"): loop,
+        Path("log.py"): log,
+        Path("other.py"): "def train(x): pass\n",
+    }
+    results = {it.path.stem: it for it in migrate(texts)}
+    assert "train(ddp_model, optimizer)\nsay('done')" in results["main"].after
+    assert results["loop"].after == loop.replace("model.state", "model.module.state").replace(
+        "    optimizer.synchronize()\n", ""
+    )
+    assert "def say(text):\n    if dist.get_rank() == 0" in results["log"].after
+    assert "import torch.distributed as dist\n" in results["log"].after
+    assert results["other"].after == results["other"].before
+    assert not any(it.left for it in results.values())
+
+
+def test_names_that_the_result_needs_must_be_free() -> None:
+    with pytest.raises(OptionError, match="train.py has a `dist` that is not torch.distributed: give it another"):
+        one(HEAD + "dist = 3\nprint(hvd.rank(), dist)\n")
+    with pytest.raises(OptionError, match="has a `DDP`"):
+        one(
+            "from apex.parallel import DistributedDataParallel as DDP\n" + HEAD + WRAPPED.format("", "model(data)")
+        )
+    own = "import torch\nimport torch.distributed as dist\n"
+    assert one(own + HEAD.partition("\n")[2] + "hvd.barrier()\n").after == own + "dist.barrier()\n"
+
+
+# The command.
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(CASES["world"].before)
+    subprocess.run(["git", "-C", str(tmp_path), "init", "-q"], check=True)
+    subprocess.run(["git", "-C", str(tmp_path), "add", "."], check=True)
+    words = ["-c", "user.name=me", "-c", "user.email=me@here", "commit", "-qm", "begin"]
+    subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    return path
+
+
+def test_the_command_prints_a_diff_and_writes_when_it_is_told_to(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beside = script.with_name("README.md")
+    beside.write_text("    horovodrun -np 4 python train.py\n")
+    assert cli.main(["migrate", str(script)]) == 0
+    printed = capsys.readouterr().out
+    assert "-thvd.barrier()\n" in printed
+    assert "+dist.barrier()\n" in printed
+    assert "+    torchrun --nproc-per-node 4 train.py" in printed
+    assert script.read_text() == CASES["world"].before
+    subprocess.run(["git", "-C", str(script.parent), "add", "."], check=True)
+    assert cli.main(["migrate", str(script), "--write", "--force"]) == 0
+    assert script.read_text() == CASES["world"].after
+    assert beside.read_text() == "    torchrun --nproc-per-node 4 train.py\n"
+
+
+def test_files_of_a_folder_that_are_not_about_horovod_may_be_anything(script: Path) -> None:
+    script.with_name("old.py").write_text("print 'Python 2'\n")
+    with script.open("w", newline="") as file:
+        file.write(CASES["world"].before.replace("\n", "\r\n"))
+    assert migrate_cli.main([str(script.parent), "--write", "--force"]) == 0
+    assert script.read_bytes() == CASES["world"].after.replace("\n", "\r\n").encode()
+
+
+def test_changes_that_git_does_not_have_are_not_overwritten(script: Path) -> None:
+    script.write_text(script.read_text() + "print(3)\n")
+    with pytest.raises(OptionError, match="has changes that git does not have. Commit them, or type --force"):
+        migrate_cli.main([str(script), "--write"])
+    assert "print(3)" in script.read_text()
+    assert migrate_cli.main([str(script), "--write", "--force"]) == 0
+
+
+def test_something_left_has_its_own_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(LEFT["timelines"][0])
+    assert migrate_cli.main([str(path)]) == 3
+    printed = capsys.readouterr().out
+    assert f"{path}:3: hvd.start_timeline: record a trace by torch.profiler" in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import horovod.torch as hvd\nprint 'old'\n", "is not Python 3: see line 2"),
+        ("print(3)\n", "does not use horovod.torch: there is nothing to migrate"),
+        ("import horovod.tensorflow as hvd\n", "of Horovod's APIs only horovod.torch is migrated"),
+        ("import horovod.tensorflow.keras as hvd\n", "of Horovod's APIs only horovod.torch is migrated"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    with pytest.raises(OptionError, match=said):
+        migrate_cli.main([str(path)])
+
+
+@pytest.mark.parametrize("words", [[], ["--prove", "."], ["train.py", "--prove", "--write"]])
+def test_what_is_typed_must_name_a_script(words: list[str]) -> None:
+    with pytest.raises(
+        OptionError, match="Name files or folders, such as: python -m hvd_trainer migrate train.py"
+    ):
+        migrate_cli.main(words)
+
+
+def test_libcst_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(OptionError, match=r"Type: pip install 'hvd_trainer\[migrate\]'"):
+        migrate_cli.main(["train.py"])
