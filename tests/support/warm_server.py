@@ -47,6 +47,8 @@ NEEDED = (
     *("hvd_trainer.training.trainer", "hvd_trainer.backends.ddp"),
 )
 FAILED_S, ORPHAN_S, POLL_S = 5.0, 5.0, 0.02
+REPLACED = ("horovod.", "hvd_trainer.hvd.", "hvd_trainer.c10d.", "hvd_trainer.backends.horovod")
+"""Beginnings of the names, with a dot at their end, of what `hvd_trainer run` gives to a script, or imports for it."""
 PARENT_S = 1.0
 """How often to see whether pytest is still there: one that was killed does not end its server."""
 INTERRUPTED = -signal.SIGINT
@@ -173,7 +175,7 @@ def can_run(wanted: dict[str, Any]) -> bool:
     return (
         wanted["executable"] == sys.executable
         and at_start(wanted["env"]) == at_start(STARTED_WITH)
-        # The hooks of `hvd_trainer run` see imports.
+        # A process that a script under `hvd_trainer run` has started has its hooks from the beginning.
         and "HVD_TRAINER_ENGINE" not in wanted["env"]
     )
 
@@ -225,6 +227,16 @@ def become(wanted: dict[str, Any], files: list[int]) -> None:
             line_buffering=stream is sys.stderr or stream.isatty(), write_through=wanted["unbuffered"]
         )
     show(wanted)
+    if wanted["argv"][:3] == ["-m", "hvd_trainer", "run"]:
+        forget(REPLACED)
+
+
+def forget(packages: tuple[str, ...]) -> None:
+    """Let modules be imported as in a new process, for hooks that answer their import with others."""
+    for name in [name for name in sys.modules if f"{name}.".startswith(packages)]:
+        parent, _, child = name.rpartition(".")
+        vars(sys.modules.get(parent, sys)).pop(child, None)
+        del sys.modules[name]
 
 
 def parent_of(client: int) -> int:
