@@ -6,6 +6,9 @@ import fcntl
 import hashlib
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
@@ -35,16 +38,21 @@ def library() -> Path:
 
 def build() -> Path:
     """Return the library; build it if it is not there, in about a minute."""
-    folder = cache()
-    folder.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
+    path = library()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # test processes of one run ask for it at the same time
-        if not library().exists():
-            _compile(folder)
-    return library()
+        if not path.exists():
+            # What is left of a build that was killed keeps PyTorch from building again: each has a new folder.
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                # PyTorch changes this process when it compiles (sys.path).
+                subprocess.run([sys.executable, __file__, folder], check=True)
+                os.replace(Path(folder) / path.name, path)
+    return path
 
 
-def _compile(folder: Path) -> None:
+def compile_in(folder: str) -> None:
+    """Build the library in a new folder."""
     from torch.utils import cpp_extension
 
     # PyTorch's headers at -O0: the kernels are PyTorch's own, and these are only called.
@@ -52,11 +60,11 @@ def _compile(folder: Path) -> None:
         NAME,
         [str(path) for path in sorted(SOURCES.glob("*.cpp"))],
         extra_cflags=["-O0", "-g0", "-w"],
-        build_directory=str(folder),
+        build_directory=folder,
         with_cuda=False,
         is_python_module=False,
     )
 
 
 if __name__ == "__main__":
-    print(build())
+    compile_in(sys.argv[1])

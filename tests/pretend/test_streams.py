@@ -17,11 +17,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _library() -> None:
-    build.build()
-
-
 @pytest.mark.parametrize(
     ("check", "ranks", "args"),
     [

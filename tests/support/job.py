@@ -136,7 +136,7 @@ class Job:
             arguments = arguments[1:]
         return Path(program).name.startswith("python") and arguments == self._argv
 
-    def wait_for_output(self, text: str, *, count: int = 1, limit_s: float = 60.0) -> None:
+    def wait_for_output(self, text: str, *, count: int = 1, limit_s: float = 120.0) -> None:
         """Wait until ``text`` was printed ``count`` times, so that a test knows where the ranks are.
 
         Raises:
