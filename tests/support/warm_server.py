@@ -38,6 +38,8 @@ from typing import Any, NoReturn
 from child_environment import STARTUP
 from process_tree import MARK
 
+from hvd_trainer.launch.launchers import CHOICE
+from hvd_trainer.launch.world import detect
 from hvd_trainer.measure.message import SITE
 from hvd_trainer.measure.trial_files import guard_files
 
@@ -47,6 +49,7 @@ NEEDED = (
     *("hvd_trainer.training.trainer", "hvd_trainer.backends.ddp"),
 )
 FAILED_S, ORPHAN_S, POLL_S = 5.0, 5.0, 0.02
+RUN = ["-m", "hvd_trainer", "run"]
 REPLACED = ("horovod.", "hvd_trainer.hvd.", "hvd_trainer.c10d.", "hvd_trainer.backends.horovod")
 """Beginnings of the names, with a dot at their end, of what `hvd_trainer run` gives to a script, or imports for it."""
 PARENT_S = 1.0
@@ -172,11 +175,14 @@ def keep(wanted: dict[str, Any], files: list[int], connection: socket.socket) ->
 
 def can_run(wanted: dict[str, Any]) -> bool:
     """Return whether a process forked from here is what the client would become."""
+    env = wanted["env"]
+    if wanted["argv"][:3] == RUN and (CHOICE in env or detect(env).launcher == "python"):
+        return False  # it imports no PyTorch: its ranks do
     return (
         wanted["executable"] == sys.executable
-        and at_start(wanted["env"]) == at_start(STARTED_WITH)
+        and at_start(env) == at_start(STARTED_WITH)
         # A process that a script under `hvd_trainer run` has started has its hooks from the beginning.
-        and "HVD_TRAINER_ENGINE" not in wanted["env"]
+        and "HVD_TRAINER_ENGINE" not in env
     )
 
 
@@ -227,7 +233,7 @@ def become(wanted: dict[str, Any], files: list[int]) -> None:
             line_buffering=stream is sys.stderr or stream.isatty(), write_through=wanted["unbuffered"]
         )
     show(wanted)
-    if wanted["argv"][:3] == ["-m", "hvd_trainer", "run"]:
+    if wanted["argv"][:3] == RUN:
         forget(REPLACED)
 
 
