@@ -115,7 +115,7 @@ def output(folder: Path) -> str:
     return "\n".join(f"{file.name}:\n{file.read_text()}" for file in sorted(folder.glob("output-*")))
 
 
-def finish(running: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: float = 120) -> list[int]:
+def finish(running: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: float = 240) -> list[int]:
     end = time.monotonic() + timeout_s
     try:
         return [popen.wait(end - time.monotonic()) for popen in running]

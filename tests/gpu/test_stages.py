@@ -11,7 +11,6 @@ from gpu import run
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", run.STAGES)
 def test_gpu_stage_proves_its_checks(stage: str, tmp_path: Path) -> None:
     result = launch(

@@ -244,7 +244,6 @@ def cases() -> list[Any]:
     return found
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("planted", "backend"), cases())
 def test_planted_cause_is_found(planted: Planted, backend: str, tmp_path: Path) -> None:
     result, said = diagnose_job(planted, backend, tmp_path)
@@ -277,7 +276,6 @@ SWITCHES = (
 )
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "planted",
     [
@@ -294,7 +292,6 @@ def test_switch_that_slows_every_step_is_told(planted: Planted, tmp_path: Path) 
     assert f"On in every step: {where[planted.kind]}: " in said
 
 
-@pytest.mark.timeout(120)
 def test_out_leaves_the_runs_of_other_tools(tmp_path: Path) -> None:
     """They were gone, with the output of those that had failed."""
     kept = {tmp_path / "runs.jsonl": "of compare", tmp_path / "failed" / "1.txt": "of compare"}
@@ -310,7 +307,6 @@ def test_out_leaves_the_runs_of_other_tools(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
 def test_advice_is_tried(tmp_path: Path) -> None:
     """64 ms to wait for a batch, which loader processes do meanwhile."""
     disk = next(planted for planted in PLANTED if planted.planted == "disk")
@@ -322,7 +318,6 @@ def test_advice_is_tried(tmp_path: Path) -> None:
     assert "): proved." in said
 
 
-@pytest.mark.timeout(120)
 def test_a_job_that_fails_has_a_verdict_from_what_it_did_until_then(tmp_path: Path) -> None:
     job = Planted("callback, then failure", "callback", "do this every few steps only")
     result, said = diagnose_job(job, "ddp", tmp_path)
@@ -331,7 +326,6 @@ def test_a_job_that_fails_has_a_verdict_from_what_it_did_until_then(tmp_path: Pa
     assert result["causes"][0]["kind"] == "callback", said
 
 
-@pytest.mark.timeout(120)
 def test_ctrl_c_ends_with_a_verdict(tmp_path: Path) -> None:
     """An interrupted diagnosis lost what ten of its twelve runs had shown."""
     job = [str(JOB), "--planted", "callback", "--batch-size", "32"]

@@ -85,7 +85,6 @@ def test_checks_beyond_the_budget_are_left_out(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_first_stages_run_on_a_cpu(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--quick", "--stages", "facts,one-rank", "--out", str(tmp_path)]
     result = launch("python", 1, ["tests/gpu", *options], timeout_s=580)

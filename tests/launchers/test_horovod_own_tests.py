@@ -20,7 +20,6 @@ MAX_TRIES = 5
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("size", [2, 4])
 def test_horovods_own_tests_pass(size: int) -> None:
     """Real Horovod passes as many, without test_horovod_join_broadcast, on which it hangs."""

@@ -26,6 +26,7 @@ from hvd_trainer.measure.script_steps import ScriptSteps
 from hvd_trainer.measure.trials import TrialRunner
 from hvd_trainer.observe.phases import PARTS, Clock
 
+pytestmark = pytest.mark.warm
 SCRIPT = """
 import time
 import torch

@@ -24,6 +24,7 @@ from waiting import wait_for
 from hvd_trainer.tools.run import engines
 from hvd_trainer.utils.import_hooks import ImportHooks
 
+pytestmark = pytest.mark.warm
 TORCH_SCRIPT = """
 import os, sys, time
 import torch

@@ -17,7 +17,6 @@ def test_fault_stands_where_it_is_put(fault: faults.Fault) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 @pytest.mark.parametrize("fault", faults.ALL, ids=lambda fault: fault.what)
 def test_fault_is_caught(fault: faults.Fault, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from pretend import build, startup
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=str(build.missing())),
-    pytest.mark.timeout(600),
 ]
 SECONDS = 250.0
 

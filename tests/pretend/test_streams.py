@@ -13,7 +13,6 @@ from pretend import build, faults, startup, stream_checks
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=str(build.missing())),
-    pytest.mark.timeout(600),
 ]
 
 

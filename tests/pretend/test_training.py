@@ -13,7 +13,6 @@ from pretend import build, checks
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=str(build.missing())),
-    pytest.mark.timeout(600),
 ]
 LATE = ("blocking", "late side streams")
 ALL = (*LATE, "late default stream", "as queued")

@@ -17,7 +17,7 @@ from hvd_trainer.measure.command import OPEN_MPI
 from hvd_trainer.measure.trials import read_runs
 
 # Most of the time is that of the build.
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600), requires("mpirun", "mpicxx")]
+pytestmark = [pytest.mark.long, requires("mpirun", "mpicxx")]
 
 
 @pytest.fixture(scope="module")

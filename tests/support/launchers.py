@@ -151,7 +151,7 @@ def launch(
     options: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
     cwd: str | os.PathLike[str] = REPOSITORY,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
     check: bool = True,
 ) -> Result:
     """Run one command to its end; the other arguments are those of :func:`start`.
@@ -177,7 +177,7 @@ def run_ranks(
     kwargs: Mapping[str, Any] | None = None,
     options: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
 ) -> list[Any]:
     """Call ``function`` in every rank of a real launch; return the ranks' values in rank order.
 

@@ -71,7 +71,7 @@ class Batch:
                 raise TimeoutError(f"no {text} in {file} after {timeout_s:g} s; the job's output:\n{self.output}")
             time.sleep(0.05)
 
-    def wait(self, timeout_s: float = 120.0) -> BatchResult:
+    def wait(self, timeout_s: float = 240.0) -> BatchResult:
         """Wait for the end of all tasks.
 
         Raises:
@@ -149,7 +149,7 @@ def sbatch(
     arguments: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
 ) -> BatchResult:
     """Submit a batch script and wait for its end; the arguments are those of :func:`submitted`.
 

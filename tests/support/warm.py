@@ -16,7 +16,7 @@ from child_environment import child_environment
 from benchmarks import NO_GPUS
 
 HERE = Path(__file__).parent
-START_S = 60.0
+START_S = 240.0
 PADDING = 4000
 """Bytes of the server's command line and mark to spare: processes that it forks write their own there."""
 is_used = False

@@ -86,8 +86,6 @@ def _umask() -> int:
 
 def _is_served(argv: list[str]) -> bool:
     """Return whether these arguments are a script or module that imports PyTorch, with no options of Python's."""
-    if argv[:3] == ["-m", "hvd_trainer", "run"]:
-        return False  # its hooks see imports
     if argv[:1] == ["-m"]:
         return any(f"{argv[1]}.".startswith(f"{name}.") for name in MODULES)
     if argv[:1] == ["-c"]:

@@ -38,6 +38,8 @@ from typing import Any, NoReturn
 from child_environment import STARTUP
 from process_tree import MARK
 
+from hvd_trainer.launch.launchers import CHOICE
+from hvd_trainer.launch.world import detect
 from hvd_trainer.measure.message import SITE
 from hvd_trainer.measure.trial_files import guard_files
 
@@ -47,6 +49,9 @@ NEEDED = (
     *("hvd_trainer.training.trainer", "hvd_trainer.backends.ddp"),
 )
 FAILED_S, ORPHAN_S, POLL_S = 5.0, 5.0, 0.02
+RUN = ["-m", "hvd_trainer", "run"]
+REPLACED = ("horovod.", "hvd_trainer.hvd.", "hvd_trainer.c10d.", "hvd_trainer.backends.horovod")
+"""Beginnings of the names, with a dot at their end, of what `hvd_trainer run` gives to a script, or imports for it."""
 PARENT_S = 1.0
 """How often to see whether pytest is still there: one that was killed does not end its server."""
 INTERRUPTED = -signal.SIGINT
@@ -170,11 +175,14 @@ def keep(wanted: dict[str, Any], files: list[int], connection: socket.socket) ->
 
 def can_run(wanted: dict[str, Any]) -> bool:
     """Return whether a process forked from here is what the client would become."""
+    env = wanted["env"]
+    if wanted["argv"][:3] == RUN and (CHOICE in env or detect(env).launcher == "python"):
+        return False  # it imports no PyTorch: its ranks do
     return (
         wanted["executable"] == sys.executable
-        and at_start(wanted["env"]) == at_start(STARTED_WITH)
-        # The hooks of `hvd_trainer run` see imports.
-        and "HVD_TRAINER_ENGINE" not in wanted["env"]
+        and at_start(env) == at_start(STARTED_WITH)
+        # A process that a script under `hvd_trainer run` has started has its hooks from the beginning.
+        and "HVD_TRAINER_ENGINE" not in env
     )
 
 
@@ -225,6 +233,16 @@ def become(wanted: dict[str, Any], files: list[int]) -> None:
             line_buffering=stream is sys.stderr or stream.isatty(), write_through=wanted["unbuffered"]
         )
     show(wanted)
+    if wanted["argv"][:3] == RUN:
+        forget(REPLACED)
+
+
+def forget(packages: tuple[str, ...]) -> None:
+    """Let modules be imported as in a new process, for hooks that answer their import with others."""
+    for name in [name for name in sys.modules if f"{name}.".startswith(packages)]:
+        parent, _, child = name.rpartition(".")
+        vars(sys.modules.get(parent, sys)).pop(child, None)
+        del sys.modules[name]
 
 
 def parent_of(client: int) -> int:
