@@ -48,6 +48,7 @@ COMMANDS: Mapping[str, Mapping[str, Command]] = {
         "run": Command(
             "tools.run.cli", "run a script for Horovod or torch.distributed on either engine, unchanged"
         ),
+        "show": Command("tools.show", "draw one or several runs, by their log folders, as a page"),
         "export": Command("tools.export", "write a checkpoint's weights as model.safetensors"),
     },
 }
