@@ -66,7 +66,7 @@ def nested_boxes(profile: RankProfile, *, folded: bool = False) -> Box:
         labels += [(_label(frame, folded), frame.owner) for frame in _shown(stack)]
         if folded:
             labels = [label for label, _ in itertools.groupby(labels)]
-        elif stack.frames and stack.frames[-1].call:
+        if stack.frames and stack.frames[-1].call and (not folded or stack.frames[-1].owner == "user"):
             labels.append((stack.frames[-1].call, "library"))
         box = root
         box.seconds += stack.raw.wall_s / profile.steps

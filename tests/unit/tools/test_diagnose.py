@@ -873,7 +873,7 @@ def test_bars_show_where_the_causes_are_on_each_rank() -> None:
     loading, waiting = (dict(bar.parts) for bar in bars.bars)
     assert loading == pytest.approx({"forward": 10, "data": 20})
     assert waiting == pytest.approx({"forward": 10, "exchange, and waiting for other ranks": 20})
-    assert bars.marked == ["exchange, and waiting for other ranks"]
+    assert bars.marked == ["exchange, and waiting for other ranks", "data"]
 
 
 def test_what_the_runs_warned_of_is_in_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
