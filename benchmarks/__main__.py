@@ -21,7 +21,7 @@ from benchmarks.contestants import CONTESTANTS, IMAGES, JOBS, MNIST, SCRIPTS, TO
 from benchmarks.raw import files
 from benchmarks.trials import BenchmarkTrial, conclude
 from hvd_trainer.measure.figures import are_figures
-from hvd_trainer.measure.machine import busy_warning, describe_machine
+from hvd_trainer.measure.machine import Ran, busy_warning, describe_machine
 from hvd_trainer.measure.measured import describe_speed
 from hvd_trainer.measure.results import TrialResult
 from hvd_trainer.measure.start import locked_folder
@@ -92,6 +92,7 @@ def measure(runner: TrialRunner, trials: Sequence[BenchmarkTrial], rounds: int) 
 
 def main() -> int:
     args = parse_args()
+    ran = Ran.now("python -m benchmarks", sys.argv[1:])
     if args.list:
         for contestant in args.contestants:
             missing = "" if contestant.is_here else f", needs {contestant.needs}, which is not installed"
@@ -114,7 +115,7 @@ def main() -> int:
         runner = TrialRunner(folder, limit_s=args.limit_s, limit_option="--limit-s", are_figures=are_figures)
         measure(runner, trials, args.rounds)
         results = TrialResult.collect(trials, list(runner.last.values()))
-        report = conclude(results, machine, runner.warnings, args.rounds)
+        report = conclude(results, machine, runner.warnings, args.rounds, ran)
         report.show()
         report.write(folder, "benchmarks")
     return int(report.has_failed)

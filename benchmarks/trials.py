@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.contestants import Contestant
 from hvd_trainer.measure.formats import milliseconds, number
-from hvd_trainer.measure.machine import as_text, conditions
+from hvd_trainer.measure.machine import Ran, as_text, conditions
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.report import Report, Table, Verdict
 from hvd_trainer.measure.results import TrialResult
@@ -56,14 +56,16 @@ class BenchmarkTrial(MeasuredTrial):
         return figures
 
 
-def conclude(results: Sequence[Result], machine: dict[str, Any], warnings: Sequence[str], rounds: int) -> Report:
+def conclude(
+    results: Sequence[Result], machine: dict[str, Any], warnings: Sequence[str], rounds: int, ran: Ran
+) -> Report:
     """Return a table for each job, with a row for each contestant and number of ranks."""
     jobs = dict.fromkeys(result.trial.contestant.job for result in results)
     failed = [result for result in results if len(result.runs) < rounds]
     return Report(
-        title="Benchmarks",
-        subject=", ".join(job.name for job in jobs),
-        verdicts=[Verdict(f"{its.trial.label}: {its.note}", "failed") for its in failed],
+        ran=ran,
+        verdicts=[Verdict(f"{its.trial.label}: {its.note}", "failed", badge="FAILED") for its in failed]
+        or [Verdict(f"{plural(len(results), 'trial')} measured in {plural(rounds, 'round')}.")],
         warnings=warnings,
         tables=[
             Table(

@@ -30,6 +30,7 @@ _HOMES = {
     "hvd_trainer.training.job": ("run_job",),
     "hvd_trainer.launch.world": ("World", "detect"),
     "hvd_trainer.observe.metrics": ("accuracy",),
+    "hvd_trainer.observe.trackers": ("MLflowTracker", "WandbTracker"),
     "hvd_trainer.launch.slurm": ("SlurmStep", "detect_slurm"),
     "hvd_trainer.training.spawn": ("run",),
     "hvd_trainer.training.trainer": ("History", "Trainer"),
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from hvd_trainer.launch.world import World, detect
     from hvd_trainer.observe.callback import Callback, RunView
     from hvd_trainer.observe.metrics import accuracy
+    from hvd_trainer.observe.trackers import MLflowTracker, WandbTracker
     from hvd_trainer.training.job import run_job
     from hvd_trainer.training.spawn import run
     from hvd_trainer.training.trainer import History, Trainer

@@ -51,6 +51,7 @@ COMMANDS: Mapping[str, Mapping[str, Command]] = {
         "migrate": Command(
             "tools.migrate.cli", "rewrite a Horovod script for torch.distributed and DDP, as a diff"
         ),
+        "show": Command("tools.show", "draw one or several runs, by their log folders, as a page"),
         "export": Command("tools.export", "write a checkpoint's weights as model.safetensors"),
     },
 }

@@ -5,18 +5,47 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Mapping
+import shlex
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_trainer.measure.stale import digest_of_package
 from hvd_trainer.utils.process import cpu_ids
+from hvd_trainer.utils.text import plural
 
 MAX_LOAD = 0.5
 """Load per core from which a measurement is disturbed."""
 OWN_GROUPS, CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+class Ran(NamedTuple):
+    """When, where and by which command a tool was run."""
+
+    command: str
+    date: str
+    host: str
+    cores: int
+    load: float
+    """of the minute before it began"""
+
+    @classmethod
+    def now(cls, program: str, argv: Sequence[str]) -> Ran:
+        """Return what is known at the start of a tool.
+
+        Args:
+            program: as it is typed, such as `python -m hvd_trainer compare`.
+            argv: the words behind it.
+        """
+        command = f"{program} {shlex.join(argv)}"
+        load = round(os.getloadavg()[0], 1)
+        return cls(command, time.strftime("%Y-%m-%d %H:%M"), platform.node(), len(cpu_ids()), load)
+
+    def __str__(self) -> str:
+        return f"{self.date}, {self.host}, {plural(self.cores, 'core')}, load {self.load:g} at the start"
 
 
 def describe_machine() -> dict[str, Any]:

@@ -1,22 +1,39 @@
 """The report of a tool: what it has concluded, the evidence, and what to type, in one order everywhere.
 
-report = Report(title="Compared", subject="train.py", verdicts=[...], tables=[...])
+report = Report(ran=Ran.now("compare", argv), verdicts=[Verdict("ddp is faster.", badge="1.2 TIMES")])
 report.show()                       in the terminal
 report.write(folder, "comparison")  comparison.json, .md and .html
+
+The first verdict is the answer, the title of the page. The page's template draws intervals around 1.0, bars, and
+lines of source; other pictures come as SVG (`chart.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hvd_trainer.measure.formats import console, make_table, render_page, to_json
+from hvd_trainer.measure.machine import Ran
+from hvd_trainer.measure.stats import Ratio
 
-PAGE = Path(__file__).with_name("report.html.j2")
-"""The template of the page: one file, without scripts and without anything from the network."""
+PAGE = Path(__file__).with_name("page.html.j2")
+"""The template of the page: one file, without anything from the network."""
+MIN_REACH, MAX_REACH = 1.25, 10.0
+"""The largest ratio for which the drawing of intervals has room, at least and at most."""
 STYLES = {"failed": "bold red", "sure": "bold", "unsure": ""}
+
+
+class Source(NamedTuple):
+    """Lines of a file around one of them."""
+
+    file: str
+    line: int
+    lines: Sequence[tuple[int, str]]
+    """with their numbers"""
 
 
 @dataclass(frozen=True)
@@ -28,6 +45,17 @@ class Verdict:
     """unsure: nothing is shown beyond the noise; failed: something went wrong that the reader must see first"""
     details: Sequence[str] = ()
     """further sentences"""
+    _: KW_ONLY
+    badge: str = ""
+    """the text in a few words"""
+    ratio: Ratio | None = None
+    """drawn on the page around 1.0"""
+    sides: tuple[str, str] = ("slower", "faster")
+    """what a ratio below 1, and one above it, means"""
+    source: Source | None = None
+    """the lines that it is about"""
+    type: Sequence[str] = ()
+    """what to type"""
 
     def __str__(self) -> str:
         return " ".join([self.text, *self.details])
@@ -71,22 +99,53 @@ class Picture:
     svg: str
     is_wide: bool = False
     """whether it has a row of the page for itself"""
+    is_flame_graph: bool = False
+    """whether its boxes can be zoomed and searched"""
+
+
+class Bar(NamedTuple):
+    """A bar of parts."""
+
+    label: str
+    parts: Sequence[tuple[str, float]]
+    """of a name and a size"""
+
+    @property
+    def size(self) -> float:
+        return sum(size for _, size in self.parts)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Bars above each other."""
+
+    title: str
+    text: str
+    bars: Sequence[Bar]
+    unit: str
+    marked: Sequence[str] = ()
+    """names of parts that the reader shall see first"""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all parts, those that are marked first."""
+        return [*dict.fromkeys([*self.marked, *(name for bar in self.bars for name, _ in bar.parts)])]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that a tool has to say. Verdicts that failed come first."""
+    """All that a tool has to say. Verdicts that failed come first, and those within the noise last."""
 
-    title: str
-    """of the page"""
-    subject: str
-    """what was looked at, such as the job as it was typed"""
-    verdicts: Sequence[Verdict] = ()
+    ran: Ran
+    """when, where and by which command"""
+    verdicts: Sequence[Verdict]
+    """at least one"""
     warnings: Sequence[str] = ()
     """what makes the verdicts doubtful"""
     tables: Sequence[Table] = ()
+    bars: Bars | None = None
     pictures: Sequence[Picture] = ()
-    """for the page"""
+    """for the page, behind the bars"""
     notes: Sequence[str] = ()
     """what the figures hold for"""
     advice: Sequence[str] = ()
@@ -96,13 +155,31 @@ class Report:
 
     @property
     def ordered(self) -> list[Verdict]:
-        """The verdicts, those that failed first."""
-        return sorted(self.verdicts, key=lambda verdict: verdict.state != "failed")
+        """The verdicts, those that failed first, and those within the noise last."""
+        return sorted(self.verdicts, key=lambda verdict: list(STYLES).index(verdict.state))
+
+    @property
+    def answer(self) -> Verdict:
+        """The first verdict."""
+        return self.ordered[0]
 
     @property
     def has_failed(self) -> bool:
         """Whether a verdict says that something went wrong."""
         return any(verdict.state == "failed" for verdict in self.verdicts)
+
+    @property
+    def reach(self) -> float:
+        """The largest ratio for which the drawing of intervals has room."""
+        ratios = [verdict.ratio for verdict in self.verdicts if verdict.ratio is not None]
+        drawn = [value for ratio in ratios for value in (ratio.value, ratio.low, ratio.high, *ratio.each) if value]
+        largest = max((max(value, 1 / value) for value in drawn), default=1.0)
+        return min(max(largest, MIN_REACH), MAX_REACH)
+
+    def place(self, ratio: float) -> float:
+        """Return where a ratio is drawn, in per cent of the width: 1.0 in the middle, on a logarithmic scale."""
+        share = math.log(max(ratio, 1 / MAX_REACH**2)) / math.log(self.reach)
+        return 50 + 48 * min(max(share, -1.0), 1.0)
 
     def show(self) -> None:
         """Print it."""
@@ -131,8 +208,14 @@ class Report:
     def json(self) -> str:
         """Return everything as JSON."""
         head = {
+            **self.ran._asdict(),
             "verdicts": [
-                {"text": verdict.text, "state": verdict.state, "details": list(verdict.details)}
+                {
+                    "badge": verdict.badge,
+                    "text": verdict.text,
+                    "state": verdict.state,
+                    "details": list(verdict.details),
+                }
                 for verdict in self.ordered
             ],
             **{name: list(getattr(self, name)) for name in ("warnings", "advice", "notes")},
@@ -141,7 +224,7 @@ class Report:
 
     def markdown(self) -> str:
         """Return all but the pictures as Markdown."""
-        parts = [f"# {self.title}: `{self.subject}`"]
+        parts = [f"# {self.answer.badge or self.answer.text}", f"`{self.ran.command}`\n\n{self.ran}"]
         parts += [f"**{verdict.text}** {' '.join(verdict.details)}".rstrip() for verdict in self.ordered]
         parts += [f"> warning: {text}" for text in self.warnings]
         parts += [f"**{table.title}**\n\n{table.markdown()}" for table in self.tables]
@@ -150,4 +233,4 @@ class Report:
 
     def html(self) -> str:
         """Return everything as a page."""
-        return render_page(PAGE, heading=self.subject, report=self)
+        return render_page(PAGE, report=self)

@@ -41,6 +41,8 @@ class Ratio:
     rounds: int
     level: float = 1 - ERROR
     """of the interval; above 95 % where several ratios are looked at together"""
+    each: tuple[float, ...] = ()
+    """the ratio of each round"""
 
     @property
     def is_clear(self) -> bool:
@@ -51,7 +53,19 @@ class Ratio:
     def inverse(self) -> Ratio:
         """The ratio of the second figure to the first."""
         low, high = (None if bound is None else 1 / bound for bound in (self.high, self.low))
-        return Ratio(1 / self.value, low, high, self.rounds, self.level)
+        each = tuple(1 / value for value in self.each)
+        return Ratio(1 / self.value, low, high, self.rounds, self.level, each)
+
+    @property
+    def badge(self) -> str:
+        """It in a few words."""
+        if self.low is None:
+            return "TOO FEW ROUNDS"
+        return (
+            f"{self.value:.2f} TIMES [{self.low:.2f} to {self.high:.2f}]"
+            if self.is_clear
+            else "NO CLEAR DIFFERENCE"
+        )
 
     @property
     def interval(self) -> str:
@@ -82,14 +96,18 @@ def ratios(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[Rat
     so on until one is not clear; the rest is judged like that one.
     """
     logs = [np.log(np.asarray(ones, dtype=float) / np.asarray(others, dtype=float)) for ones, others in pairs]
-    results = [Ratio(math.exp(values.mean()), None, None, len(values)) for values in logs]
+    each = [tuple(np.exp(values).tolist()) for values in logs]
+    results = [
+        Ratio(math.exp(values.mean()), None, None, len(values), each=rounds)
+        for values, rounds in zip(logs, each, strict=True)
+    ]
     judged = [place for place, values in enumerate(logs) if len(values) >= MIN_ROUNDS]
     left = len(judged)
     for place in sorted(judged, key=lambda place: _p_value(logs[place])):
         error = ERROR / left
         mean, half = mean_and_half_width(logs[place], error)
         bounds = math.exp(mean - half), math.exp(mean + half)
-        results[place] = Ratio(math.exp(mean), *bounds, len(logs[place]), 1 - error)
+        results[place] = Ratio(math.exp(mean), *bounds, len(logs[place]), 1 - error, each[place])
         left -= results[place].is_clear
     return results
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -97,6 +97,9 @@ class Callback:
 
     def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
         """Act after an epoch, whose line of metrics.jsonl is `record`."""
+
+    def on_record(self, run: RunView, event: str, record: Mapping[str, Any]) -> None:
+        """Act on a line of metrics.jsonl, of a step that is logged, an epoch, or the end, on any rank."""
 
 
 class Observer(Callback):

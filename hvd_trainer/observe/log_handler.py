@@ -35,6 +35,12 @@ class RankHandler(logging.Handler):
             self.handleError(record)
 
 
+def in_notebook() -> bool:
+    """Return whether this is the process of a notebook, whose cells show what is printed and have no terminal."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")
+
+
 def install_handler() -> None:
     """Let the logger `hvd_trainer` print, unless the program has given it, or the root logger, a handler."""
     logger = logging.getLogger(LOGGER)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 import psutil
 from torch import Tensor
 
+from hvd_trainer.observe.log_handler import in_notebook
+
 if TYPE_CHECKING:
     from tqdm import tqdm
 
@@ -77,14 +79,14 @@ class Progress:
 
 
 class Bar:
-    """One tqdm bar over an epoch's samples, on rank 0 and only where a person watches."""
+    """One tqdm bar over an epoch's samples, on rank 0 and only where a person watches; in a notebook a widget."""
 
     def __init__(self, visible: bool, progress: Progress, epochs: int, total: int | None) -> None:
         self._bar: tqdm[Any] | None = None
         self._shown = time.monotonic()
         terminal = _terminal() if visible else None
         if terminal is not None:
-            from tqdm import tqdm
+            from tqdm.auto import tqdm
 
             self._bar = tqdm(
                 total=total,
@@ -121,12 +123,12 @@ class Bar:
 
 
 def _terminal() -> TextIO | None:
-    """Return the terminal for the bar: this process's stderr, or that of horovodrun; None if neither is one.
+    """Return what shows the bar: stderr in a terminal or a notebook, or that of horovodrun; None if there is none.
 
     horovodrun puts a pipe between its ranks and its terminal but passes carriage returns on, so a bar
     works exactly if its own stderr is a terminal.
     """
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() or in_notebook():
         return sys.stderr
     for parent in psutil.Process().parents()[:6]:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class RunLog:
         self.prints = first and not quiet
         self.place = self._run_folder.path if self._run_folder else None
         self.folder = self.place if first else None
+        self._started_at = time.time()
         self._board: Any = None
         self._lines: Any = None
         self.ended = False
@@ -127,7 +129,8 @@ class RunLog:
             return
         clean = {key: _finite(value) for key, value in values.items()}
         try:
-            self._lines.write(json.dumps({"event": event, **clean}) + "\n")
+            times = {"time": time.time(), "started_at": self._started_at}
+            self._lines.write(json.dumps({"event": event, **clean, **times}) + "\n")
             self._draw(event, clean)
         except OSError as error:
             raise OptionError(f"--log-dir {self.folder} cannot be written to any more: {error}") from error

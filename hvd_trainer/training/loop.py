@@ -138,7 +138,7 @@ class TrainingLoop:
         for callback in run.callbacks:
             callback.on_step_end(run, result)
         if progress.step % run.options.log.log_every == 0:
-            run.log.record("step", self._position() | add_prefix("train", meter.recent()))
+            self._record("step", self._position() | add_prefix("train", meter.recent()))
             run.step.guard.check()
         self._interrupts.after_step(meter)
         run.backend.activity.enter("data")
@@ -161,7 +161,7 @@ class TrainingLoop:
             progress.consumed = 0
             progress.figures = self._common_figures(record)
         run.backend.activity.enter("save")
-        run.log.record("epoch", record)
+        self._record("epoch", record)
         run.say(epoch_line(record, run.options.train.epochs))
         if is_complete:
             run.manager.after_epoch(record, last=run.is_over)
@@ -207,11 +207,16 @@ class TrainingLoop:
         if not run.log.ended:
             end = {key: value for key, value in last.items() if key != "seconds"}
             saving = run.manager.figures()
-            run.log.record("end", self._position() | end | saving | memory | run.first_step.figures())
+            self._record("end", self._position() | end | saving | memory | run.first_step.figures())
         outcome = run.stop_condition.outcome_line(run.progress.figures | last)
         if outcome is not None:
             run.say(outcome)
         run.say(summary_line(last, time.perf_counter() - started, run.log.folder))
+
+    def _record(self, event: str, record: dict[str, Any]) -> None:
+        self._run.log.record(event, record)
+        for callback in self._run.callbacks:
+            callback.on_record(self._run, event, record)
 
     def _position(self) -> dict[str, Any]:
         """Return the counters that every line of metrics.jsonl has."""

@@ -22,6 +22,9 @@ from hvd_trainer.observe.log_handler import install_handler
 from hvd_trainer.rendezvous.endpoint import parse_endpoint
 from hvd_trainer.rendezvous.store_client import local_store, rank_environment
 
+UNGUARDED_EXIT_CODE = 93
+"""Of a new process whose script calls `run` while it is imported."""
+
 
 def run(
     function: Callable[..., Any],
@@ -38,12 +41,23 @@ def run(
         The result of each rank, in rank order.
 
     Raises:
-        LaunchError: fewer than one process was asked for, or a rank failed; the others are ended, and the
-            message has the failed rank's traceback.
+        LaunchError: fewer than one process was asked for; the function cannot be started in another process; or a
+            rank failed: the others are ended, and the message has the failed rank's traceback.
     """
     if num_processes < 1:
         raise LaunchError(f"run needs num_processes of 1 or more, not {num_processes}.")
-    call = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # This is a new process that imports the script; what is raised here would be the end of a long traceback.
+        os._exit(UNGUARDED_EXIT_CODE)
+    if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
+        raise LaunchError("Each new process imports the script, and standard input is none: save it as a file.")
+    try:
+        call = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
+    except (TypeError, pickle.PicklingError) as error:
+        raise LaunchError(
+            f"run sends {function} with all that it uses to other processes, which is not possible: {error}. Make "
+            f"that inside of the function."
+        ) from None
     with local_store() as endpoint, tempfile.TemporaryDirectory(prefix="hvd_trainer-run-") as folder:
         processes = multiprocessing.start_processes(
             _run_rank,
@@ -58,6 +72,11 @@ def run(
         except multiprocessing.ProcessRaisedException as error:
             raise LaunchError(f"rank {error.error_index} of {num_processes} failed: {error}") from None
         except multiprocessing.ProcessExitedException as error:
+            if error.exit_code == UNGUARDED_EXIT_CODE:
+                raise LaunchError(
+                    "Each new process imports the script, which calls run again: put that call under "
+                    'if __name__ == "__main__":'
+                ) from None
             code = f"by {error.signal_name}" if error.signal_name else f"with code {error.exit_code}"
             raise LaunchError(f"rank {error.error_index} of {num_processes} ended {code}.") from None
         except BaseException:

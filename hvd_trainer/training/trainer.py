@@ -30,6 +30,7 @@ from hvd_trainer.launch.world import World
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import as_asked
 from hvd_trainer.observe.callback import Callback
+from hvd_trainer.observe.log_handler import in_notebook, install_handler
 from hvd_trainer.observe.metrics import Metric
 from hvd_trainer.observe.summary import facts, startup_summary
 from hvd_trainer.optim.learning_rate import Scheduler
@@ -44,10 +45,17 @@ _FITS = itertools.count()
 
 
 @dataclass
-class History:
-    """The result of a training: one record per epoch, as in metrics.jsonl."""
+class History(Sequence[dict[str, Any]]):
+    """The result of a training: a sequence of one record per epoch, as in metrics.jsonl."""
 
     epochs: list[dict[str, Any]] = field(default_factory=list)
+
+    def __getitem__(self, place: Any) -> Any:
+        """Return the record of an epoch, from 0 on, or those of a slice: `trainer.fit(...)[-1]["test_loss"]`."""
+        return self.epochs[place]
+
+    def __len__(self) -> int:
+        return len(self.epochs)
 
     @property
     def end(self) -> dict[str, Any]:
@@ -109,6 +117,8 @@ class Trainer:
 
     def __enter__(self) -> Trainer:
         freeze_objects(self.world)
+        if in_notebook():
+            install_handler()
         self.backend.__enter__()
         # Models that are built inside start equal on all ranks, before rank 0's weights are sent to the others.
         torch.manual_seed(self.options.train.seed)

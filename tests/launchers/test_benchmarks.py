@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from compared import RAN
 from launchers import launch
 from torchvision.transforms import v2
 
@@ -69,7 +70,7 @@ def test_ratios_are_those_within_a_round(tmp_path: Path) -> None:
         for go in [go_of_4 if n == 4 else 0.0]
     ]
     runs.append(RunRecord(trials[1].identity, 3, "failed", 9.0, "killed by signal 6"))
-    made = conclude(TrialResult.collect(trials, runs), {"cores": 2}, ["busy"], 4)
+    made = conclude(TrialResult.collect(trials, runs), {"cores": 2}, ["busy"], 4, RAN)
     assert [verdict.text for verdict in made.ordered] == [
         "10 tensors, hvd_trainer, ddp x 2: failed in round 3: killed by signal 6"
     ]

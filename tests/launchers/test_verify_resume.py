@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from combinations import case
+from compared import RAN
 from launchers import SCRIPTS, launch
 
 from hvd_trainer.tools.verify_resume.campaign import Campaign, Killed
 
 SCRIPT = str(SCRIPTS / "torch_ddp.py")
-SAME = "final weights: the same, to the last bit"
+SAME = "the final weights are the same, to the last bit."
 pytestmark = pytest.mark.warm
 DIGITS = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "3", "--save-every-steps", "2"]
 RESUMING = ["--log-dir", "{folder}/log", "--resume", "auto"]
@@ -26,15 +28,16 @@ RESUMING = ["--log-dir", "{folder}/log", "--resume", "auto"]
     ],
 )
 def test_verify_resume_kills_a_script_and_its_launcher(
-    backend: str, kills: int, snapshot: str, code: int, texts: list[str]
+    backend: str, kills: int, snapshot: str, code: int, texts: list[str], tmp_path: Path
 ) -> None:
     job = [SCRIPT, "--epochs", "8", "--snapshot", snapshot]
-    options = ["--kills", str(kills), "--backend", backend]
+    options = ["--kills", str(kills), "--backend", backend, "--out", str(tmp_path)]
     result = launch("python", 1, ["-m", "hvd_trainer", "verify-resume", *options, "--", *job], check=False)
     said = result.stdout + result.stderr
     assert not [text for text in texts if text not in said], said
     assert "left behind" not in said
     assert result.returncode == code
+    assert (tmp_path / "resume.html").exists() == (code == 0)
     line = r"^recovery, from a start to its first step: median (\S+) s, maximum (\S+) s$"
     recovery = re.search(line, said, re.MULTILINE)
     assert (recovery is not None) == (code == 0)
@@ -42,22 +45,26 @@ def test_verify_resume_kills_a_script_and_its_launcher(
 
 
 def test_what_was_lost_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
-    kills = [Killed(1.0, 0), Killed(2.0, 2)]
-    assert not Campaign(kills[:1], [1.5], 4, same=True).report(["train.py"]).has_failed
-    report = Campaign(kills, [2.0, 4.0], 4, same=False).report(["train.py"])
+    kills = [Killed("rank 1", 3, 1.0, 0), Killed("the launcher", 4, 2.0, 2)]
+    ran = RAN
+    assert not Campaign(kills[:1], [1.5], 4, same=True).report(ran).has_failed
+    report = Campaign(kills, [2.0, 4.0], 4, same=False).report(ran)
     report.show()
     assert report.has_failed
-    assert capsys.readouterr().out.splitlines() == [
-        "final weights: other ones than in the undisturbed run",
-        "left behind: 2 processes",
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == [
+        "After 2 kills the final weights are not those of the undisturbed run.",
+        "Ranks or launchers outlived a kill: 2 processes left behind.",
+    ]
+    assert said[-2:] == [
         "after the last kill: 4 steps to the end",
         "recovery, from a start to its first step: median 3.0 s, maximum 4.0 s",
     ]
 
 
 @pytest.mark.parametrize("backend", [case("ddp"), case("horovod", when="long")])
-def test_verify_resume_takes_a_trainer_job(backend: str) -> None:
-    options = ["--kills", "2", "--backend", backend, "--seed", "1"]
+def test_verify_resume_takes_a_trainer_job(backend: str, tmp_path: Path) -> None:
+    options = ["--kills", "2", "--backend", backend, "--seed", "1", "--out", str(tmp_path)]
     result = launch("python", 1, ["-m", "hvd_trainer", "verify-resume", *options, "--", *DIGITS, *RESUMING])
     assert SAME in result.stdout
     (again,) = re.findall(r"^after the last kill: (\d+) steps to the end$", result.stdout, re.M)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.trials import RunRecord
 from hvd_trainer.tools.compare.result import Comparison
 from hvd_trainer.tools.compare.trials import CompareTrial, make_trials, read_entries
@@ -24,6 +25,7 @@ WORK = {
     "parameters": 21840,
     "threads": 1,
 }
+RAN = Ran("python -m hvd_trainer compare --rounds 2 -- -m hvd_trainer.mnist", "2026-11-26 17:20", "vm", 2, 0.3)
 FIGURES = {"work": WORK, "step_s": 0.1, "first_step_at": 1.0}
 PARTS = ("data", "forward", "backward", "exchange", "straggler", "step", "other")
 
@@ -81,4 +83,4 @@ def unseen(trial: CompareTrial) -> RunRecord:
 
 def compared(trials: Sequence[CompareTrial], runs: Sequence[RunRecord], **values: str) -> Comparison:
     given = {"job": JOB, "machine": {"cores": 2}, "options": ["--rounds", "2"], "varied": varied(**values)}
-    return Comparison.of(trials, runs, **given)
+    return Comparison.of(trials, runs, **given, ran=RAN)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 OF_ONE_RUN = frozenset(
-    ("seconds", "samples_per_s", "first_step_s", "saves", "save_stall_s", "peak_memory_mb", "base_memory_mb")
+    ("time", "started_at", "seconds", "samples_per_s", "first_step_s")
+    + ("saves", "save_stall_s", "peak_memory_mb", "base_memory_mb")
 )
 """Of this machine at that moment, and so in no two runs the same."""
 

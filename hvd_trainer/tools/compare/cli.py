@@ -20,7 +20,7 @@ from hvd_trainer.measure.command import read_backends, read_command
 from hvd_trainer.measure.equal_work import Side, refuse_unequal
 from hvd_trainer.measure.figures import are_figures
 from hvd_trainer.measure.formats import check_installed
-from hvd_trainer.measure.machine import busy_warning, conditions, describe_machine, threads_per_rank
+from hvd_trainer.measure.machine import Ran, busy_warning, conditions, describe_machine, threads_per_rank
 from hvd_trainer.measure.measured import describe_speed
 from hvd_trainer.measure.start import locked_folder
 from hvd_trainer.measure.trials import TrialRunner, read_runs
@@ -31,7 +31,7 @@ from hvd_trainer.tools.compare.settings_runner import SearchJob, search_all
 from hvd_trainer.tools.compare.trials import CompareTrial, make_trials, read_entries
 from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
 from hvd_trainer.utils import accelerator
-from hvd_trainer.utils.text import plural
+from hvd_trainer.utils.text import COMMAND, plural
 
 MAX_NAMED = 6
 """Trials that are named before they are run."""
@@ -46,14 +46,15 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         OptionError: an option is out of its range, or unknown to the job; the runs have not done the same work.
     """
+    ran = Ran.now(f"{COMMAND} compare", argv)
     options, job = read_command("compare", CompareOptions, argv)
     check_together(options)
     check_installed()
     typed = ["--np" if word == "-np" else word for word in argv[: argv.index("--")]]
-    return _search(options, job, typed) if options.search else _compare(options, job, typed)
+    return _search(options, job, ran) if options.search else _compare(options, job, ran, typed)
 
 
-def _compare(options: CompareOptions, job: tuple[str, ...], typed: Sequence[str]) -> int:
+def _compare(options: CompareOptions, job: tuple[str, ...], ran: Ran, typed: Sequence[str]) -> int:
     """Run all trials, show the results, and return the exit code."""
     axes, machine = read_axes(options.vary), describe_machine()
     trials = plan_trials(job, axes, options, machine)
@@ -65,7 +66,8 @@ def _compare(options: CompareOptions, job: tuple[str, ...], typed: Sequence[str]
             interrupted = True
             print("interrupted: the same command continues from here", file=sys.stderr)
         runs = read_runs(folder, are_figures)
-        comparison = Comparison.of(trials, runs, job=job, machine=machine, varied=axes, options=typed)
+        known = {"job": job, "machine": machine, "varied": axes, "options": typed, "ran": ran}
+        comparison = Comparison.of(trials, runs, **known)
         if axes or any(result.state != "not run" for result in comparison.results):
             report.write(comparison, folder)
         else:
@@ -73,7 +75,7 @@ def _compare(options: CompareOptions, job: tuple[str, ...], typed: Sequence[str]
     return 130 if interrupted else int(not all(result.is_complete for result in comparison.results))
 
 
-def _search(options: CompareOptions, job: tuple[str, ...], typed: Sequence[str]) -> int:
+def _search(options: CompareOptions, job: tuple[str, ...], ran: Ran) -> int:
     """Search the fastest settings on each engine, show them, and return the exit code."""
     search_job, machine = SearchJob(job, read_search_ranks(options.np)), describe_machine()
     backends = read_backends(options.backend, ("horovod", "ddp"))
@@ -83,7 +85,7 @@ def _search(options: CompareOptions, job: tuple[str, ...], typed: Sequence[str])
         except KeyboardInterrupt:
             print("interrupted: the same command continues from here", file=sys.stderr)
             return 130
-        search_report.write(results, search_job, folder, machine=machine, warnings=warned, typed=typed)
+        search_report.write(results, search_job, folder, machine=machine, warnings=warned, ran=ran)
     return 0
 
 

@@ -11,13 +11,13 @@ varied options there is a heat map: chunks against batch size, a panel for each 
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hvd_trainer.measure.chart import COLOURS, SIZE, STYLE, TEXT_STYLE, as_element, figure_in
 from hvd_trainer.measure.formats import number
 from hvd_trainer.measure.report import Picture
 from hvd_trainer.tools.compare.result import Comparison, Result
@@ -28,20 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SIZE = (5.0, 3.2)
-"""Inches, of speed by ranks."""
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
-"""Of Okabe and Ito, which the colour-blind tell apart."""
-TEXT_STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "the same figures have the same names"}
-STYLE: dict[Any, Any] = {
-    **TEXT_STYLE,
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e5e5e5",
-    "axes.axisbelow": True,
-}
 INNER = ("chunks", "batch_size")
 """The axes of a panel, if they have several values."""
 OUTER = ("stages", RANKS, ENTRIES)
@@ -67,11 +53,7 @@ def draw_speed(results: Sequence[Result]) -> list[Picture]:
             lines.setdefault(result.trial.series, []).append(result)
     if not 0 < len(lines) <= len(COLOURS):
         return []
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context(STYLE):
-        figure = Figure(SIZE, layout="constrained")
+    with figure_in(STYLE, SIZE) as figure:
         axes = figure.subplots()
         for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
             ranks = [result.trial.ranks for result in line]
@@ -88,16 +70,9 @@ def draw_speed(results: Sequence[Result]) -> list[Picture]:
         axes.set(xlabel="ranks", ylabel="samples/s")
         axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.legend(frameon=False)
-        svg = _as_element(figure)
+        svg = as_element(figure)
     text = "Medians, with the lowest and highest round. Dotted: as many times one rank."
     return [Picture("Samples per second by ranks", text, svg)]
-
-
-def _as_element(figure: Figure) -> str:
-    """Return a figure as SVG without its header: an element of a page."""
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    return out.getvalue()[out.getvalue().index("<svg") :]
 
 
 def draw_heat_map(comparison: Comparison) -> list[Picture]:
@@ -108,7 +83,7 @@ def draw_heat_map(comparison: Comparison) -> list[Picture]:
     from matplotlib import rc_context
 
     with rc_context(MAP_STYLE):
-        svg = _as_element(_draw_panels(comparison, values))
+        svg = as_element(_draw_panels(comparison, values))
     text = "By options; the fastest is in bold."
     return [Picture("Heat map: throughput, samples/s", text, svg)]
 

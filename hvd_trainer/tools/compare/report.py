@@ -65,9 +65,8 @@ def make_report(comparison: Comparison, pictures: Sequence[Picture] = ()) -> Rep
     few = any(pair.speed.rounds < MIN_ROUNDS for pair in comparison.pairs) or bool(comparison.apart)
     failed = failures(comparison)
     return Report(
-        title="Compared",
-        subject=heading(comparison),
-        verdicts=[*failed, *(pair.verdict() for pair in comparison.pairs)],
+        ran=comparison.ran,
+        verdicts=[*failed, *(pair.verdict() for pair in comparison.pairs)] or [without_pair(comparison)],
         warnings=warnings(comparison),
         tables=tables(comparison),
         pictures=pictures,
@@ -87,10 +86,16 @@ def write(comparison: Comparison, folder: Path) -> None:
     report.write(folder, "comparison")
 
 
-def heading(comparison: Comparison) -> str:
-    """Return the job as it was typed, with the options that are varied."""
-    varied = [f"{axis.label} {', '.join(axis.values)}" for axis in comparison.varied]
-    return "; ".join([shlex.join(comparison.job), *varied])
+def without_pair(comparison: Comparison) -> Verdict:
+    """Return the verdict where no two entries have run in turn: which trial is the fastest."""
+    done = [result for result in comparison.results if result.median("samples_per_s")]
+    if comparison.apart or not done:
+        return Verdict("Nothing is compared: no two trials have run in turn.", badge="NOT COMPARED")
+    best = max(done, key=lambda result: result.median("samples_per_s") or 0.0)
+    rate = number(best.median("samples_per_s") or 0.0)
+    among = f", the most of {plural(len(done), 'trial')}" if len(done) > 1 else ""
+    text = f"{best.trial.label} trains {rate} samples/s{among} ({plural(len(best.runs), 'round')})."
+    return Verdict(text, badge=f"{rate} SAMPLES/S")
 
 
 def failures(comparison: Comparison) -> list[Verdict]:
@@ -98,10 +103,11 @@ def failures(comparison: Comparison) -> list[Verdict]:
     failed = [result for result in comparison.results if result.state in ("failed", "killed")]
     if not failed:
         return []
-    text = f"FAILED {len(failed)} OF {plural(len(comparison.results), 'TRIAL', 'TRIALS')}"
+    text = f"{len(failed)} of {plural(len(comparison.results), 'trial')} failed: they have no figures."
     printed = ", ".join([result.output for result in failed if result.output][:MAX_NAMED])
     where = [f"What they printed is beside this report: {printed}"] if printed else []
-    return [Verdict(text, "failed", [*_reasons(failed), *where])]
+    badge = f"FAILED {len(failed)} OF {len(comparison.results)}"
+    return [Verdict(text, "failed", [*_reasons(failed), *where], badge=badge)]
 
 
 def warnings(comparison: Comparison) -> list[str]:

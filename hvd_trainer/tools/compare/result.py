@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from hvd_trainer.measure.equal_work import Side
 from hvd_trainer.measure.figures import RANKS_DIFFER
+from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.report import Verdict
 from hvd_trainer.measure.results import FIRST, TrialResult
 from hvd_trainer.measure.stats import Ratio, ratio, ratios
@@ -44,20 +45,21 @@ class Pair:
     def verdict(self) -> Verdict:
         """Say which one is faster, and why."""
         one, other, speed = self.one.trial.entry.name, self.other.trial.entry.name, self.speed
-        rounds = plural(speed.rounds, "round")
+        rounds, sides = plural(speed.rounds, "round"), (f"{other} is faster", f"{one} is faster")
         details = [text for text in (self.why(), self.same_model()) if text]
         if speed.low is None:
             said = f"{one} has {speed.value:.2f} times the speed of {other} in {rounds}"
-            text = f"{self.where} {said}, which is too few to tell a difference from noise (--rounds)."
-            return Verdict(text, "unsure", details)
+            text = f"{self.where} {said}, which is too few to tell a difference from noise."
+            return Verdict(text, "unsure", details, badge=speed.badge, ratio=speed, sides=sides)
         if speed.is_clear and speed.value < 1:
-            one, other, speed = other, one, speed.inverse
+            one, other, speed, sides = other, one, speed.inverse, sides[::-1]
         interval = f"(mean of {rounds}, {speed.interval})"
         if speed.is_clear:
             text = f"{self.where} {one} is {speed.value:.2f} times as fast as {other} {interval}."
-            return Verdict(text, "sure", details)
+            return Verdict(text, "sure", details, badge=speed.badge, ratio=speed, sides=sides)
         said = f"no difference between {one} and {other} is visible at this noise"
-        return Verdict(f"{self.where} {said}: {speed.value:.2f} times {interval}.", "unsure", details)
+        text = f"{self.where} {said}: {speed.value:.2f} times {interval}."
+        return Verdict(text, "unsure", details, badge=speed.badge, ratio=speed, sides=sides)
 
     @property
     def where(self) -> str:
@@ -99,6 +101,7 @@ class Comparison:
 
     job: tuple[str, ...]
     machine: Mapping[str, Any]
+    ran: Ran
     varied: Sequence[Axis] = ()
     """the axes of `--vary`"""
     results: Sequence[Result]

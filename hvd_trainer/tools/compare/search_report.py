@@ -14,7 +14,7 @@ import yaml
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.measure.command import LAUNCHER_OF, with_options
 from hvd_trainer.measure.formats import percent
-from hvd_trainer.measure.machine import as_text
+from hvd_trainer.measure.machine import Ran, as_text
 from hvd_trainer.measure.report import Report, Table, Verdict
 from hvd_trainer.measure.stats import METHOD
 from hvd_trainer.tools.compare.search import SearchResult, TriedChange
@@ -33,7 +33,7 @@ def write(
     *,
     machine: Mapping[str, Any],
     warnings: Sequence[str],
-    typed: Sequence[str],
+    ran: Ran,
 ) -> None:
     """Print the report, and write all files.
 
@@ -43,16 +43,14 @@ def write(
         folder: of the tool.
         machine: where it was run.
         warnings: what was warned of meanwhile.
-        typed: the options of the command.
+        ran: when and by which command.
     """
     files = []
-    command = shlex.join([*COMMAND.split(), "compare", *typed, "--", *job.words])
     for backend, result in results.items() if not job.is_script and job.reads_options else ():
         files.append(folder / f"{backend}.yaml")
-        files[-1].write_text(as_yaml(backend, result, job.own, command, machine))
+        files[-1].write_text(as_yaml(backend, result, job.own, ran.command, machine))
     report = Report(
-        title="Searched",
-        subject=shlex.join(job.words),
+        ran=ran,
         verdicts=[verdict(backend, result) for backend, result in results.items()],
         warnings=warnings,
         tables=[table(backend, result) for backend, result in results.items() if result.tried],
@@ -82,7 +80,8 @@ def verdict(backend: str, result: SearchResult) -> Verdict:
     ]
     gain = result.gain
     if not result.settings or gain is None:
-        return Verdict(f"{backend}: nothing is faster than the job as it is, for certain.", "unsure", offers)
+        text = f"{backend}: nothing is faster than the job as it is, for certain."
+        return Verdict(text, "unsure", offers, badge="NOTHING FASTER")
     details = []
     if REORDERS & set(result.settings):
         details.append("It adds in another order, so that the last bits of the numbers may be others.")
@@ -90,7 +89,7 @@ def verdict(backend: str, result: SearchResult) -> Verdict:
         f"{backend}: {describe(result.settings)} makes the job {gain.value:.2f} times as fast "
         f"({plural(gain.rounds, 'fresh round')}, {gain.interval})."
     )
-    return Verdict(text, "sure", [*details, *offers])
+    return Verdict(text, "sure", [*details, *offers], badge=gain.badge, ratio=gain)
 
 
 def table(backend: str, result: SearchResult) -> Table:

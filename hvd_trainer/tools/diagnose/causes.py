@@ -206,7 +206,7 @@ def _of_stragglers(evidence: Evidence, limit: float) -> Iterator[Cause]:
         details = {"ratio": ratio, "saved_s": seconds * len(others) / evidence.ranks}
         text += f"; its batches have {ratio:.3g} times as many elements"
     elif at_line and (role != "model" or _blocked(its) > 0.5):
-        kind = "slow line"
+        kind, details = "slow line", {"role": role}
         text += at_line
     else:
         kind = "slow rank"

@@ -25,7 +25,7 @@ from annotated_types import Ge, Gt
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import read_command
 from hvd_trainer.measure.formats import check_installed
-from hvd_trainer.measure.machine import busy_warning
+from hvd_trainer.measure.machine import Ran, busy_warning
 from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial
 from hvd_trainer.measure.start import locked_folder
 from hvd_trainer.measure.stats import MIN_ROUNDS, ratio
@@ -78,6 +78,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         OptionError: an option is out of its range, or the job failed before it had trained.
     """
+    ran = Ran.now(f"{COMMAND} diagnose", argv)
     options, job = read_command("diagnose", Options, argv)
     check_installed()
     # Its own: in --out another tool may keep runs that it continues from.
@@ -96,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
             code = int(bool(failure))
         if not trials.profiles:
             raise OptionError(failure or "The job ended without a step that counts")
-        diagnosis = diagnose(trials, options, failure)
+        diagnosis = diagnose(trials, options, failure, ran)
         if options.attempt and code == 0:
             code = 130
             with until_interrupted(trials):
@@ -108,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         report = conclude(diagnosis)
         report.show()
         stacks = folder.parent / "stacks.speedscope.json"
-        stacks.write_text(json.dumps(speedscope(diagnosis.evidence.profiles, diagnosis.subject)))
+        stacks.write_text(json.dumps(speedscope(diagnosis.evidence.profiles, ran.command)))
         report.write(folder.parent, "diagnosis", [stacks])
     return code
 
@@ -122,11 +123,12 @@ def until_interrupted(trials: Trials) -> Iterator[None]:
         trials.runner.warn("interrupted: what is told is from the runs until then")
 
 
-def diagnose(trials: Trials, options: Options, failure: str) -> Diagnosis:
+def diagnose(trials: Trials, options: Options, failure: str, ran: Ran) -> Diagnosis:
     """Return what the runs have shown.
 
     Args:
         failure: why the job has failed as it is; empty if it has not.
+        ran: when and by which command.
     """
     evidence, job = trials.evidence(), shlex.join(trials.normal.job)
     candidates = find_candidates(evidence)
@@ -135,7 +137,7 @@ def diagnose(trials: Trials, options: Options, failure: str) -> Diagnosis:
     words = f"--np {options.np} --backend {options.backend}"
     can_try = not options.attempt and any(action.can_be_tried for action in actions)
     return Diagnosis(
-        subject=f"{words} -- {job}",
+        ran=ran,
         evidence=evidence,
         causes=causes,
         unclear=[cause for cause in candidates if not cause.is_clear and math.isfinite(cause.error)],

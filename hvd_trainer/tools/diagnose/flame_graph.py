@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +13,7 @@ from hvd_trainer.measure.report import Picture
 from hvd_trainer.measure.stack_record import Frame
 from hvd_trainer.tools.diagnose.profile import LONE, START, RankProfile, Stack
 
-DRAWING = Path(__file__).with_name("flame_graph.svg.j2")
+DRAWING = Path(__file__).with_name("flame_graph.html.j2")
 ROW = 22
 """Height of a box in pixels."""
 COLOURS = {"role": "#cfe3f3", "user": "#f6b26b", "hvd_trainer": "#dfe7d8", "library": "#e8eaed"}
@@ -20,6 +22,8 @@ TITLES = {LONE: "only this rank", START: "loader starts"}
 """Roles whose names would tell little."""
 MIN_WIDTH = 0.005
 """Fraction of a rank's time below which a box is left out."""
+STARTERS = ("<frozen runpy>", "/hvd_trainer/cli.py", "/hvd_trainer/tools/run/", "/hvd_trainer/utils/execute.py")
+"""Code that starts a script: where none of the user's code runs, a stack is drawn from behind it."""
 NOISE = ("_call_impl", "_wrapped_call_impl", "_fit", "_fit_in_this_world", "decorate_context", "wrapper")
 """Functions of libraries that are in every stack, and tell nothing."""
 
@@ -50,13 +54,19 @@ class Box:
         return max((1 + box.depth(whole_s) for box in self.children(whole_s)), default=0)
 
 
-def nested_boxes(profile: RankProfile) -> Box:
-    """Return the flame graph of a rank: a box with those of the roles in it."""
+def nested_boxes(profile: RankProfile, *, folded: bool = False) -> Box:
+    """Return the flame graph of a rank: a box with those of the roles in it.
+
+    Args:
+        folded: whether frames of a library that call each other are one box.
+    """
     root = Box("all", "role")
     for stack in profile.main():
         labels = [(TITLES.get(stack.role, stack.role), "role")]
-        labels += [(f"{frame.name} {frame.place}", frame.owner) for frame in _shown(stack)]
-        if stack.frames and stack.frames[-1].call:
+        labels += [(_label(frame, folded), frame.owner) for frame in _shown(stack)]
+        if folded:
+            labels = [label for label, _ in itertools.groupby(labels)]
+        if stack.frames and stack.frames[-1].call and (not folded or stack.frames[-1].owner == "user"):
             labels.append((stack.frames[-1].call, "library"))
         box = root
         box.seconds += stack.raw.wall_s / profile.steps
@@ -68,18 +78,31 @@ def nested_boxes(profile: RankProfile) -> Box:
 
 def _shown(stack: Stack) -> list[Frame]:
     """Return the frames from the first one of the user's code, without those that tell nothing."""
-    first = next((place for place, frame in enumerate(stack.frames) if frame.owner == "user"), 0)
+    started = (
+        place + 1 for place, frame in enumerate(stack.frames) if any(name in frame.file for name in STARTERS)
+    )
+    user = (place for place, frame in enumerate(stack.frames) if frame.owner == "user")
+    first = next(user, max(started, default=0))
     return [frame for frame in stack.frames[first:] if frame.name not in NOISE]
 
 
-def draw(profiles: Sequence[RankProfile]) -> Iterator[Picture]:
-    """Yield the flame graph of each rank; its texts are as large in a narrow window as in a wide one."""
+def _label(frame: Frame, folded: bool) -> str:
+    if not folded or frame.owner == "user":
+        return f"{frame.name} {frame.place}"
+    package = re.split("/(?:site|dist)-packages/", frame.file)[-1]
+    return (
+        "hvd_trainer"
+        if frame.owner == "hvd_trainer"
+        else package.strip("/<>").split("/")[-1 if package[0] == "/" else 0]
+    )
+
+
+def draw(profiles: Sequence[RankProfile]) -> Picture:
+    """Return the flame graphs of all ranks; their texts are as large in a narrow window as in a wide one."""
     text = (
         "A box is as wide as the time that it and what is below it take. Orange: your code; green: hvd_trainer; "
-        "grey: libraries."
+        "grey: libraries. Click a box, or press Enter, to zoom; arrow keys go from box to box, Escape zooms out."
     )
-    for rank, profile in enumerate(profiles):
-        graph = nested_boxes(profile)
-        rows = graph.depth(graph.seconds)
-        svg = render_page(DRAWING, graph=graph, rows=rows, row=ROW, colours=COLOURS)
-        yield Picture(f"A step of rank {rank}", text, svg, is_wide=True)
+    ranks = [(nested_boxes(profile, folded=True), nested_boxes(profile)) for profile in profiles]
+    svg = render_page(DRAWING, ranks=ranks, row=ROW, colours=COLOURS)
+    return Picture("A step of each rank, by the functions in which it spends its time", text, svg, is_wide=True)

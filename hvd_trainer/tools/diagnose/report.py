@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
+import shlex
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -9,7 +12,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hvd_trainer.measure.formats import milliseconds, number
-from hvd_trainer.measure.report import Report, Table, Verdict
+from hvd_trainer.measure.machine import Ran
+from hvd_trainer.measure.report import Bar, Bars, Report, Source, Table, Verdict
 from hvd_trainer.measure.stats import Ratio
 from hvd_trainer.tools.diagnose.actions import CAUSES, Action
 from hvd_trainer.tools.diagnose.causes import OF_THE_MACHINE, leading
@@ -20,6 +24,30 @@ from hvd_trainer.utils.text import plural
 
 OVERLAPPING = 1.02
 """Sum of the causes' fractions of a step from which it is said that they overlap."""
+SOURCE_LINES = 3
+"""Lines before a blamed one, and behind it, that are shown with it."""
+MIN_PART = 0.005
+"""Fraction of a step below which a part is not drawn."""
+QUEUE, GIL = "waiting for a CPU", "waiting for the GIL"
+PARTS = {
+    "own forward": "forward",
+    "model": "forward",
+    "exchange": "exchange, and waiting for other ranks",
+    "collective": "collectives of your code",
+    "script": "your code between the batches",
+    "lone": "what only one rank does",
+    "start": "starting loader processes",
+}
+"""Roles by the names of their parts of a step; one that is not listed is called as it is."""
+PLACES = {
+    **dict.fromkeys(("data waits", "data computes"), "data"),
+    **dict.fromkeys(("programs", "contention", "throttled", "stolen"), QUEUE),
+    **dict.fromkeys(("slow line", "slow rank", "more work", "overlap"), PARTS["exchange"]),
+    **dict.fromkeys(("computing", "overhead"), PARTS["model"]),
+    "gil": GIL,
+    "loader starts": PARTS["start"],
+}
+"""The parts of a step in which causes are, where these are not called as the cause is."""
 
 
 class Tried(NamedTuple):
@@ -48,8 +76,7 @@ class Tried(NamedTuple):
 class Diagnosis:
     """What a diagnosis has come to."""
 
-    subject: str
-    """ranks, engine and job"""
+    ran: Ran
     evidence: Evidence
     causes: Sequence[Cause]
     """the largest first"""
@@ -73,12 +100,12 @@ class Diagnosis:
 def conclude(diagnosis: Diagnosis) -> Report:
     """Return all that a diagnosis has to say."""
     return Report(
-        title="Diagnosed",
-        subject=diagnosis.subject,
+        ran=diagnosis.ran,
         verdicts=[*_verdicts(diagnosis)],
         warnings=[*diagnosis.warnings, *_warnings(diagnosis.evidence)],
         tables=[*_tables(diagnosis)],
-        pictures=[*draw(diagnosis.evidence.profiles)],
+        bars=_step_bars(diagnosis),
+        pictures=[draw(diagnosis.evidence.profiles)],
         notes=[*_notes(diagnosis)],
         advice=diagnosis.again,
         data=_data(diagnosis),
@@ -88,23 +115,37 @@ def conclude(diagnosis: Diagnosis) -> Report:
 def _verdicts(diagnosis: Diagnosis) -> Iterator[Verdict]:
     evidence, causes, switches = diagnosis.evidence, diagnosis.causes, diagnosis.switches
     if diagnosis.failure:
-        yield Verdict(diagnosis.failure, "failed", ["What follows is from its steps until then."])
+        yield Verdict(diagnosis.failure, "failed", ["What follows is from its steps until then."], badge="FAILED")
     for switch in switches:
         at = f"{switch.where}: " if switch.where else ""
-        yield Verdict(f"On in every step: {at}{switch.text}.", "sure")
+        yield Verdict(f"On in every step: {at}{switch.text}.", "sure", badge="ON IN EVERY STEP")
     for cause in causes:
         place = "The largest loss" if cause is causes[0] else "A loss"
-        text = f"{place}: {CAUSES[cause.kind].name}, {cause.seconds / evidence.step_s:.0%} of a step."
+        share = f"{cause.seconds / evidence.step_s:.0%}"
         shown = cause.evidence[:1].upper() + cause.evidence[1:]
-        yield Verdict(text, "sure", [f"{shown}.", *_to_do(cause, diagnosis)])
+        gains = [tried.ratio for tried in diagnosis.tried if tried.action.cause == cause.kind and tried.ratio]
+        yield Verdict(
+            f"{place}: {CAUSES[cause.kind].name}, {share} of a step.",
+            "sure",
+            [f"{shown}.", *_to_do(cause, diagnosis)],
+            badge=f"{share} OF A STEP",
+            ratio=gains[0] if gains else None,
+            source=_source(cause),
+            type=[
+                shlex.join(action.words)
+                for action in diagnosis.actions
+                if action.cause == cause.kind and action.words
+            ],
+        )
     if diagnosis.unclear and all(cause.kind in OF_THE_MACHINE for cause in causes):
         within = ", ".join(
             f"{CAUSES[cause.kind].name} ({ms(cause.seconds)} {_error(cause)})" for cause in diagnosis.unclear
         )
         more = "More runs (--budget-s), on a quiet machine, would tell."
-        yield Verdict(f"Within the noise, in ms of a step: {within}.", details=[more])
+        yield Verdict(f"Within the noise, in ms of a step: {within}.", details=[more], badge="WITHIN THE NOISE")
     elif not (causes or switches):
-        yield Verdict("Nothing takes more than a twentieth of a step but computing: there is little to gain.")
+        text = "Nothing takes more than a twentieth of a step but computing: there is little to gain."
+        yield Verdict(text, badge="LITTLE TO GAIN")
 
 
 def _to_do(cause: Cause, diagnosis: Diagnosis) -> Iterator[str]:
@@ -115,6 +156,39 @@ def _to_do(cause: Cause, diagnosis: Diagnosis) -> Iterator[str]:
         yield from (str(tried) for tried in diagnosis.tried if tried.action is action)
     if not actions and cause in leading(diagnosis.causes):
         yield "Nothing is known that makes this cheaper."
+
+
+def _source(cause: Cause) -> Source | None:
+    """Return the line to blame between its neighbours; None where there is none, or its file cannot be read."""
+    if cause.line is None:
+        return None
+    file, line = cause.line.frame.file, cause.line.frame.line
+    lines = linecache.getlines(file)
+    around = range(max(1, line - SOURCE_LINES), min(len(lines), line + SOURCE_LINES) + 1)
+    return (
+        Source(file, line, [(number, lines[number - 1].rstrip()) for number in around]) if line in around else None
+    )
+
+
+def _step_bars(diagnosis: Diagnosis) -> Bars:
+    """Return what each rank does in a typical step, and the parts of the causes in it."""
+    bars = []
+    for rank, table in enumerate(diagnosis.evidence.tables):
+        parts: dict[str, float] = defaultdict(float)
+        for role, its in table.items():
+            parts[PARTS.get(role, role)] += 1000 * its.own
+            parts[QUEUE] += 1000 * its.queued
+            parts[GIL] += 1000 * its.gil
+        shown = [(name, size) for name, size in parts.items() if size > MIN_PART * sum(parts.values())]
+        bars.append(
+            Bar(f"rank {rank}", sorted(shown, key=lambda part: part[0] in (QUEUE, GIL, PARTS["exchange"])))
+        )
+    blamed = [PLACES.get(cause.kind, PARTS.get(cause.kind, cause.kind)) for cause in diagnosis.causes]
+    blamed += [PARTS.get(role, role) for cause in diagnosis.causes if (role := cause.details.get("role"))]
+    drawn = {name for bar in bars for name, _ in bar.parts}
+    marked = [name for name in dict.fromkeys(blamed) if name in drawn]
+    text = "In colour: where the causes are. Milliseconds of a typical step."
+    return Bars("A step of each rank", text, bars, "ms", marked)
 
 
 def _error(cause: Cause) -> str:
@@ -170,7 +244,6 @@ def _data(diagnosis: Diagnosis) -> dict[str, Any]:
     evidence = diagnosis.evidence
     made: dict[str, Any] = msgspec.to_builtins(
         {
-            "subject": diagnosis.subject,
             "ranks": evidence.ranks,
             "facts": dict(evidence.facts),
             "step_s": evidence.step_s,

@@ -16,12 +16,13 @@ from annotated_types import Ge, Gt
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import read_command
 from hvd_trainer.measure.formats import check_installed
-from hvd_trainer.measure.machine import threads_per_rank
+from hvd_trainer.measure.machine import Ran, threads_per_rank
 from hvd_trainer.measure.start import locked_folder
 from hvd_trainer.measure.trials import TrialRunner
 from hvd_trainer.tools.parity.comparison import Pair
 from hvd_trainer.tools.parity.report import conclude
 from hvd_trainer.tools.parity.traced_runs import Side, parse_engines, trace_all, versions
+from hvd_trainer.utils.text import COMMAND
 
 RUNS_FOLDER = "parity-runs"
 """The folder in --out in which runs are made and removed: of what else is in --out nothing is touched."""
@@ -63,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
         OptionError: an option is out of its range, or there is no job.
     """
     # All runs are new ones, from their first step.
+    ran = Ran.now(f"{COMMAND} parity", argv)
     options, job = read_command("parity", ParityOptions, argv)
     check_installed()
     if options.new is None:
@@ -79,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         runs = trace_all(sides, options.np, threads, steps, runner, exactly=options.exactly_horovod)
         traces = [run.trace for run in runs if run.trace is not None]
         pairs = [Pair.compare(one, other, options.tolerance) for one, other in combinations(traces, 2)]
-        report = conclude(runs, pairs, folder, runner.warnings)
+        report = conclude(runs, pairs, folder, runner.warnings, ran)
         report.show()
         report.write(folder.parent, "parity")
     if not all(run.done for run in runs):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvd_trainer.measure.report import Report, Table, Verdict
+from hvd_trainer.measure.chart import draw_lines
+from hvd_trainer.measure.machine import Ran
+from hvd_trainer.measure.report import Picture, Report, Table, Verdict
 from hvd_trainer.measure.trace_format import SMALL
 from hvd_trainer.tools.parity.causes import find_causes
 from hvd_trainer.tools.parity.comparison import Pair
@@ -34,23 +35,29 @@ FIGURES: Mapping[str, Callable[[Trace, Moment], float | None]] = {
 TENSORS = ("gradients", "parameters", "optimizer", "buffers")
 
 
-def conclude(runs: Sequence[TracedRun], pairs: Sequence[Pair], folder: Path, warnings: Sequence[str]) -> Report:
+def conclude(
+    runs: Sequence[TracedRun], pairs: Sequence[Pair], folder: Path, warnings: Sequence[str], ran: Ran
+) -> Report:
     """Return all that the traces show.
 
     Args:
         folder: of the runs.
         warnings: of the runs.
+        ran: when and by which command.
     """
     traces = [run.trace for run in runs if run.trace is not None]
     failed = [f"{run.name} {run.record.state}: {run.record.why(folder)}" for run in runs if not run.done]
     suspect = [text for pair in pairs if pair.same for text in _suspect(pair.one)]
     return Report(
-        title="Compared step by step",
-        subject=shlex.join(runs[0].record.identity["words"]),
+        ran=ran,
         verdicts=[
-            *(Verdict(text, "failed") for text in failed),
-            *(Verdict(verdict(pair), "sure" if pair.same else "failed", [*details(pair)]) for pair in pairs),
+            *(Verdict(text, "failed", badge=f"FAILED {len(failed)} OF {len(runs)}") for text in failed),
+            *(
+                Verdict(verdict(pair), "sure" if pair.same else "failed", [*details(pair)], badge=badge(pair))
+                for pair in pairs
+            ),
         ],
+        pictures=[*_pictures(pairs)],
         warnings=[*warnings, *dict.fromkeys(suspect)],
         tables=[*_tables(traces, pairs)],
         notes=[*_notes(traces, pairs, folder)],
@@ -82,6 +89,13 @@ def verdict(pair: Pair) -> str:
     both = {finding.run for finding in pair.findings} == {run.name for run in pair.runs}
     who = f"the ranks of {pair.name} differ among each other" if both else f"{pair.name} differ"
     return f"{who} {first}" + (f", after {plural(before, 'step')} of {same}." if before else ".")
+
+
+def badge(pair: Pair) -> str:
+    """Return the verdict in a few words."""
+    if pair.same:
+        return "ALIKE" if any(pair.gaps.values()) else "THE SAME BITS"
+    return f"DIFFERENT {pair.findings[0].when}".upper()
 
 
 def _agreement(pair: Pair) -> str:
@@ -168,6 +182,22 @@ def _tables(traces: Sequence[Trace], pairs: Sequence[Pair]) -> Iterator[Table]:
         cells += ["-" if gap is None else f"{gap:.1e}" if gap else "same bits" for gap in gaps]
         rows.append([str(when.step), *cells])
     yield Table("Step by step, and how far the parameters are apart", columns, rows, words=())
+
+
+def _pictures(pairs: Sequence[Pair]) -> Iterator[Picture]:
+    """Yield the losses of each pair, and how far its parameters are apart."""
+    for pair in pairs:
+        losses = {
+            run.name: [(when.step, loss) for when in pair.steps if not math.isnan(loss := run.loss(when))]
+            for run in pair.runs
+        }
+        yield from draw_lines(f"Loss: {pair.name}", "By optimizer steps.", losses, across="step")
+        gaps = {pair.name: [(step, gap) for step, gap in pair.gaps.items() if gap > 0]}
+        title, text = (
+            f"How far apart: {pair.name}",
+            "Relative difference of the parameters; steps of equal bits have none.",
+        )
+        yield from draw_lines(title, text, gaps, across="step", log=True)
 
 
 def _data(runs: Sequence[TracedRun], pairs: Sequence[Pair]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import shlex
 import signal
 import subprocess
 import sys
@@ -24,9 +23,10 @@ from hvd_trainer.errors import LaunchError, OptionError
 from hvd_trainer.measure.after_steps import MARK
 from hvd_trainer.measure.failure_reason import why_no_step
 from hvd_trainer.measure.figures import RANKS_DIFFER
+from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.own_files import describe_outside, in_own_folder, written_outside
-from hvd_trainer.measure.report import Report, Verdict
+from hvd_trainer.measure.report import Bar, Bars, Report, Table, Verdict
 from hvd_trainer.measure.start import find_processes, launched
 from hvd_trainer.measure.steps import FIRST_STEP
 from hvd_trainer.utils.text import plural
@@ -37,6 +37,9 @@ END_S, AFTER_KILL_S, SETTLE_S, POLL_S = 3600.0, 180.0, 45.0, 0.005
 class Killed(NamedTuple):
     """What followed a start that was killed."""
 
+    victim: str
+    steps: int
+    """after which it was killed"""
     first_step_s: float
     """from the start to the end of its first step"""
     left: int
@@ -105,7 +108,8 @@ class Script:
             deadline = time.monotonic() + SETTLE_S
             while (left := _others(place, process.pid)) and time.monotonic() < deadline:
                 time.sleep(POLL_S)
-            return Killed(_first_step_s(place, began), left + (process.poll() is None))
+            victim = "the launcher" if launcher else f"rank {rank}"
+            return Killed(victim, steps, _first_step_s(place, began), left + (process.poll() is None))
 
 
 def _others(place: Path, launcher: int) -> int:
@@ -131,22 +135,43 @@ class Campaign(NamedTuple):
     same: bool
     """whether both have trained the same weights"""
 
-    def report(self, job: Sequence[str]) -> Report:
+    def report(self, ran: Ran) -> Report:
         """Return what it proves."""
-        verdict = Verdict("final weights: the same, to the last bit", "sure")
+        after = f"After {plural(len(self.kills), 'kill')} the final weights are"
+        verdict = Verdict(f"{after} the same, to the last bit.", "sure", badge="NOTHING LOST")
         if not self.same:
-            verdict = Verdict("final weights: other ones than in the undisturbed run", "failed")
-        verdicts, left = [verdict], sum(killed.left for killed in self.kills)
-        if left:
-            verdicts.append(Verdict(f"left behind: {plural(left, 'process', 'processes')}", "failed"))
-        recovery = f"median {median(self.recoveries_s):.1f} s, maximum {max(self.recoveries_s):.1f} s"
+            verdict = Verdict(f"{after} not those of the undisturbed run.", "failed", badge="OTHER WEIGHTS")
+        verdicts, left = [verdict], plural(sum(killed.left for killed in self.kills), "process", "processes")
+        if any(killed.left for killed in self.kills):
+            text = f"Ranks or launchers outlived a kill: {left} left behind."
+            verdicts.append(Verdict(text, "failed", badge=f"{left} LEFT".upper()))
+        seconds = [self.kills[0].first_step_s, *self.recoveries_s]
+        starts = [(killed.steps, f"{killed.victim} killed", str(killed.left)) for killed in self.kills]
+        starts.append((self.last_steps, "the end", ""))
+        rows = [
+            (str(number), str(steps), f"{first_s:.1f}", end, others)
+            for number, (first_s, (steps, end, others)) in enumerate(zip(seconds, starts, strict=True), 1)
+        ]
         return Report(
-            title="Killed and resumed",
-            subject=shlex.join(job),
+            ran=ran,
             verdicts=verdicts,
+            bars=Bars(
+                "Steps of each start",
+                "Each start resumes from what the one before has saved, and makes the steps since then again.",
+                [
+                    Bar(f"start {number}", [(end, float(steps))])
+                    for number, (steps, end, _) in enumerate(starts, 1)
+                ],
+                "steps",
+                ["the launcher killed", "the end"],
+            ),
+            tables=[
+                Table("Each start", ("start", "steps", "s to its first step", "end", "left"), rows, words=(3,))
+            ],
             notes=[
                 f"after the last kill: {plural(self.last_steps, 'step')} to the end",
-                f"recovery, from a start to its first step: {recovery}",
+                f"recovery, from a start to its first step: median {median(self.recoveries_s):.1f} s, "
+                f"maximum {max(self.recoveries_s):.1f} s",
             ],
         )
 
@@ -170,8 +195,7 @@ def verify(script: Script, *, kills: int, draw: random.Random, folder: Path) -> 
     for number, launcher in enumerate(at_launcher, 1):
         rank, step = draw.randrange(script.ranks), draw.randrange((limit + 1) // 2, limit + 1)
         killed.append(script.kill(folder / "killed" / f"start-{number}", rank, step, launcher=launcher))
-        who = "the launcher" if launcher else f"rank {rank}"
-        print(f"kill {number}: {who}, {plural(step, 'step')} after the start", flush=True)
+        print(f"kill {number}: {killed[-1].victim}, {plural(step, 'step')} after the start", flush=True)
     disturbed, last_s = script.finish(folder / "killed" / f"start-{kills + 1}")
     again = disturbed["work"]["steps"]
     if again >= steps:

@@ -14,7 +14,10 @@ from annotated_types import Ge
 
 from hvd_trainer.measure.command import read_command
 from hvd_trainer.measure.formats import check_installed
+from hvd_trainer.measure.machine import Ran
+from hvd_trainer.measure.start import locked_folder
 from hvd_trainer.tools.verify_resume.campaign import Script, verify
+from hvd_trainer.utils.text import COMMAND
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Options:
     """of moments and victims"""
     keep: bool = False
     """keep the folder of both runs"""
+    out: Path = Path("runs/verify-resume")
+    """folder for resume.html, .md and .json"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,14 +53,17 @@ def main(argv: Sequence[str]) -> int:
         OptionError: an option is out of its range, or there is no job.
         LaunchError: the script fails without a kill, or does not resume.
     """
+    ran = Ran.now(f"{COMMAND} verify-resume", argv)
     options, job = read_command("verify-resume", Options, argv)
-    check_installed("rich")
+    check_installed("jinja2", "rich")
     folder = Path(tempfile.mkdtemp(prefix="hvd_trainer-verify-"))
     script = Script(job, options.backend, options.np)
     try:
         campaign = verify(script, kills=options.kills, draw=random.Random(options.seed), folder=folder)
-        report = campaign.report(job)
+        report = campaign.report(ran)
         report.show()
+        with locked_folder(options.out) as out:
+            report.write(out, "resume")
         return int(report.has_failed)
     finally:
         if options.keep:

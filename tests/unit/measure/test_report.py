@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compared import RAN
 from pages import open_page
 
 from hvd_trainer.measure.report import Report, Table, Verdict
+from hvd_trainer.measure.stats import ratio
 
 REPORT = Report(
-    title="Compared",
-    subject="train.py --name '<b>[red]' " + "--long-option " * 20,
+    ran=RAN._replace(command="train.py --name '<b>[red]' " + "--long-option " * 20),
     verdicts=[
-        Verdict("ddp is 1.20 times as fast.", "sure", ["A step takes longer."]),
-        Verdict("FAILED 1 OF 2 TRIALS", "failed", ["ddp x 2: out of <memory>."]),
+        Verdict("ddp is 1.20 times as fast.", "sure", ["A step takes longer."], ratio=ratio([6, 5, 7], [5, 4, 6])),
+        Verdict("1 of 2 trials failed.", "failed", ["ddp x 2: out of <memory>."], badge="FAILED 1 OF 2"),
     ],
     warnings=["other programs are at work"],
     tables=[
@@ -26,7 +27,9 @@ REPORT = Report(
     advice=["python -m hvd_trainer compare --rounds 5"],
     data={"trials": [1, float("nan")]},
 )
-ORDER = ("FAILED 1 OF 2", "ddp is 1.20", "A step takes", "other programs", "Speed [ms]", "Machine", "--rounds 5")
+ORDER = ("1 of 2 trials", "ddp is 1.20", "A step takes", "other programs", "Speed [ms]", "Machine", "--rounds 5")
+ON_THE_PAGE = ("FAILED 1 OF 2", ORDER[0], "2026-11-26", *ORDER[3:4], *ORDER[1:3], "--rounds 5", *ORDER[4:6])
+"""The answer is its title; what to type stands before the tables, which are folded."""
 
 
 def test_order_is_the_same_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,8 +40,9 @@ def test_order_is_the_same_everywhere(tmp_path: Path, capsys: pytest.CaptureFixt
     assert out.splitlines()[-1] == "written: " + ", ".join(
         str(tmp_path / name) for name in ("report.json", "report.md", "report.html", "more.svg")
     )
-    for text in (out, *((tmp_path / f"report.{kind}").read_text() for kind in ("md", "html"))):
-        places = [text.index(part) for part in ORDER]
+    page = (tmp_path / "report.html").read_text().partition("<body>")[2]
+    for text, order in ((out, ORDER), ((tmp_path / "report.md").read_text(), ORDER), (page, ON_THE_PAGE)):
+        places = [text.index(part) for part in order]
         assert places == sorted(places)
     assert "[bold]x" in out
     kept = json.loads((tmp_path / "report.json").read_text())
@@ -47,9 +51,27 @@ def test_order_is_the_same_everywhere(tmp_path: Path, capsys: pytest.CaptureFixt
     assert r"| a\|b | 2 | [bold]x |" in (tmp_path / "report.md").read_text()
 
 
-@pytest.mark.parametrize("width", [400, 1280])
-def test_page_fits_the_window(browser: Any, tmp_path: Path, width: int) -> None:
+def test_page_shows_what_was_typed_as_text(browser: Any, tmp_path: Path) -> None:
     REPORT.write(tmp_path, "report")
-    page = open_page(browser, tmp_path / "report.html", width)
-    assert "ddp x 2: out of <memory>." in page.inner_text(".verdict.failed")
-    assert "<b>[red]" in page.inner_text("body")
+    page = open_page(browser, tmp_path / "report.html", 1280, "light")
+    assert "ddp x 2: out of <memory>." in page.inner_text("header.failed")
+    assert "<b>[red]" in page.inner_text("header code")
+
+
+def test_button_copies_what_to_type(browser: Any, tmp_path: Path) -> None:
+    REPORT.write(tmp_path, "report")
+    page = open_page(browser, tmp_path / "report.html", 1280, "light")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name=f"Copy: {REPORT.advice[0]}").click()
+    page.get_by_text("Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == REPORT.advice[0]
+
+
+def test_interval_is_drawn_around_one() -> None:
+    """Of a ratio that is twice as large the dot is twice as far from 1.0, on a logarithmic scale."""
+    places = [REPORT.place(ratio) for ratio in (0, 1 / REPORT.reach, 1, REPORT.reach**0.5, REPORT.reach, 1e9)]
+    assert places == pytest.approx([2, 2, 50, 74, 98, 98])
+    (drawn,) = [verdict.ratio for verdict in REPORT.verdicts if verdict.ratio is not None]
+    assert drawn.each == pytest.approx((6 / 5, 5 / 4, 7 / 6))
+    assert drawn.high is not None
+    assert REPORT.reach >= drawn.high

@@ -29,7 +29,7 @@ def test_help_lists_all_commands_in_groups(capsys: pytest.CaptureFixture[str]) -
         "Set up": ["doctor", "install-horovod"],
         "Verify": ["parity", "verify-resume"],
         "Measure": ["compare", "diagnose"],
-        "Use": ["migrate", "export"],
+        "Use": ["run", "migrate", "show", "export"],
     }.items():
         (lines,) = [part.splitlines() for part in printed.split("\n\n") if part.startswith(f"{group}:\n")]
         assert [name for name in names if not any(line.startswith(f"  {name} ") for line in lines)] == []

@@ -109,14 +109,16 @@ def test_failed_trials_come_first_in_every_output(tmp_path: Path, capsys: pytest
     runs = [RunRecord(trial.identity, 1, "failed", 1.0, "no memory", output="failed/1.txt") for trial in plan[1:]]
     report.write(compared(plan, [run_of(plan[0]), *runs]), tmp_path)
     out, kept, markdown, page = outputs(tmp_path, capsys)
-    failed = "FAILED 3 OF 4 TRIALS"
+    failed = "3 of 4 trials failed: they have no figures."
     assert out.startswith(f"{failed}\n  ddp x 1; horovod x 2; ddp x 2: failed in round 1: no memory\n")
     assert "What they printed is beside this report: failed/1.txt" in out
     assert "Type: python -m hvd_trainer compare --rounds 2 --retry-failed -- -m hvd_trainer.mnist" in out
     assert json.loads(kept)["verdicts"][0]["text"] == failed
     assert json.loads(kept)["verdicts"][0]["state"] == "failed"
-    assert markdown.splitlines()[2].startswith(f"**{failed}**")
-    assert page.index(f'<section class="verdict failed">\n  <h3>{failed}</h3>') < page.index("<table ")
+    assert markdown.startswith("# FAILED 3 OF 4\n")
+    assert f"\n\n**{failed}** ddp x 1" in markdown
+    assert f"<title>FAILED 3 OF 4: {failed}</title>" in page
+    assert page.index(f"<h1>{failed}</h1>") < page.index("<table ")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,12 @@ def test_pictures_leave_out_unknown_figures() -> None:
 def test_page_in_a_browser(made: Comparison, browser: Any, tmp_path: Path, width: int) -> None:
     """On a telephone and on a desk: nothing is wider than the window, and nothing is loaded or goes wrong."""
     report.write(made, tmp_path)
-    page = open_page(browser, tmp_path / "comparison.html", width)
+    page = open_page(browser, tmp_path / "comparison.html", width, "light")
+    page.evaluate("document.querySelectorAll('details').forEach(it => it.open = true)")
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    # A dot for each round, of both pairs.
+    assert page.locator(".interval circle").count() == 10
+    assert page.locator(".badge").all_inner_texts()[0].startswith("1.20 TIMES [1.1")
     assert page.locator("figure svg").count() == 1
     for svg in page.locator("figure svg").all():
         box = svg.bounding_box()
@@ -218,7 +225,8 @@ def test_report_names_trials_without_figures(capsys: pytest.CaptureFixture[str],
     assert re.search(r"ddp +1 +2 +2 +16 +- .* failed", text)
     assert re.search(r"ddp +2 +2 +4 +32 .* failed *$", text, re.MULTILINE)
     assert re.search(
-        r"^FAILED 5 OF 16 TRIALS\n  ddp x 1, stages 2, chunks 2, batch size 16; .* and 1 more: failed in round 1: "
+        r"^5 of 16 trials failed: they have no figures.\n"
+        r"  ddp x 1, stages 2, chunks 2, batch size 16; .* and 1 more: failed in round 1: "
         r"--stages 2 does not divide the 1 rank\n  ddp x 2, stages 2, chunks 4, batch size 32: .* out of m",
         text,
         re.MULTILINE,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from compared import RAN
 
 from hvd_trainer import OptionError
 from hvd_trainer.measure.stats import Noise
@@ -289,7 +290,7 @@ def test_settings_of_a_job_that_reads_no_options_go_into_its_code(
     helps, _ = searched(BOUNDS | {"--bucket-mb 4": 1.2, "--threads 1": 1.1})
     job = SearchJob(("train.py", "--config", "none.yaml", "--threads", "9"), 2).on_trainer(reads_options=False)
     assert (job.fixed, job.own) == (set(), {})
-    search_report.write({"ddp": helps}, job, tmp_path, machine={}, warnings=[], typed=["--search"])
+    search_report.write({"ddp": helps}, job, tmp_path, machine={}, warnings=[], ran=RAN)
     said = capsys.readouterr().out
     assert "Type: TrainerOptions(engine=EngineOptions(backend='ddp', threads=1, bucket_mb=4))" in said
     assert "ddp.yaml" not in said
@@ -307,7 +308,7 @@ def test_report_of_a_search_has_what_to_type(tmp_path: Path, capsys: pytest.Capt
         tmp_path,
         machine={"cores": 2},
         warnings=["busy"],
-        typed=["--search"],
+        ran=RAN,
     )
     out = capsys.readouterr().out
     texts = [out, *((tmp_path / f"search.{kind}").read_text() for kind in ("json", "md", "html"))]

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from compared import RAN
+from msgspec import structs
 from pages import open_page
 
 from hvd_trainer.measure import machine, stacks
@@ -381,7 +383,7 @@ def report_on(evidence: Evidence, **more: Any) -> Report:
     """Return the report on evidence, without advice."""
     candidates = find_candidates(evidence)
     causes, unclear = ([one for one in candidates if one.is_clear is clear] for clear in (True, False))
-    given = {"subject": "train.py", "evidence": evidence, "causes": causes, "unclear": unclear, "actions": []}
+    given = {"ran": RAN, "evidence": evidence, "causes": causes, "unclear": unclear, "actions": []}
     return conclude(Diagnosis(**given | more))
 
 
@@ -818,18 +820,60 @@ def test_page_in_a_browser(browser: Any, tmp_path: Path, width: int) -> None:
     """A box is as wide as its share, and begins at the user's code; nothing is wider than the window."""
     script = Part(50, (RUNPY, STARTED, EVALUATE, CALLBACK), "after step")
     evidence = Evidence(profiles=[make_rank(COMPUTE, script), make_rank(COMPUTE, reduce_for(50))])
-    report_on(evidence, subject="train.py <b>").write(tmp_path, "diagnosis")
-    page = open_page(browser, tmp_path / "diagnosis.html", width)
-    assert page.locator("figure").count() == 2
-    box = page.locator("g", has_text="Save.on_step_end train.py:34").first
-    share = box.bounding_box()["width"] / page.locator("figure > svg").first.bounding_box()["width"]
+    report_on(evidence).write(tmp_path, "diagnosis")
+    page = open_page(browser, tmp_path / "diagnosis.html", width, "light")
+    drawing = page.locator(".folded").first
+    box = drawing.locator("g", has_text="Save.on_step_end train.py:34")
+    share = box.bounding_box()["width"] / drawing.bounding_box()["width"]
     assert share == pytest.approx(50 / 60, abs=0.02)
     assert "Save.on_step_end train.py:34: 50.00 ms a step, 83.3%" in box.text_content()
-    drawn = " ".join(page.locator("figure").all_text_contents())
+    drawn = " ".join(page.locator(".flame g").all_text_contents())
     assert "execute.py" not in drawn
     assert "runpy" not in drawn
-    first, last = (page.get_by_text(text).bounding_box() for text in ("The largest loss", "What a step's time"))
-    assert first["y"] < page.locator("figure").first.bounding_box()["y"] < last["y"]
+    order = (page.locator("h1"), page.locator(".bars"), drawing, page.locator("details").first)
+    places = [part.bounding_box()["y"] for part in order]
+    assert places == sorted(places)
+
+
+def test_flame_graph_zooms_searches_and_folds_libraries(browser: Any, tmp_path: Path) -> None:
+    """Its first ten rows were those of frames that started the script, and nothing could be made larger."""
+    script = Part(50, (RUNPY, STARTED, EVALUATE, CALLBACK), "after step")
+    layers = Part(10, (RUNPY, STARTED, EVALUATE, MODULE, structs.replace(MODULE, function="Linear.forward")))
+    report_on(Evidence(profiles=[make_rank(layers, script)] * 2)).write(tmp_path, "diagnosis")
+    page = open_page(browser, tmp_path / "diagnosis.html", 1280, "light")
+    drawing = page.locator(".folded").first
+    assert drawing.locator("g", has_text="Linear.forward").count() == 0
+    small = drawing.locator("g", has_text="torch")
+    assert small.bounding_box()["width"] < 0.2 * drawing.bounding_box()["width"]
+    small.click()
+    assert small.bounding_box()["width"] == pytest.approx(drawing.bounding_box()["width"])
+    assert not drawing.locator("g", has_text="Save.on_step_end").is_visible()
+    small.press("Escape")
+    assert small.bounding_box()["width"] < 0.2 * drawing.bounding_box()["width"]
+    page.get_by_label("Search").fill("on_STEP_end")
+    assert "Save.on_step_end" in page.locator(".folded .hit").first.text_content()
+    page.get_by_label("fold libraries").uncheck()
+    assert page.locator(".full").first.locator("g", has_text="Linear.forward").is_visible()
+
+
+def test_blamed_line_is_shown_between_its_neighbours(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("".join(f"line {number}\n" for number in range(1, 41)))
+    script = Part(50, (LOOP, structs.replace(CALLBACK, file=str(file))), "callback")
+    first = report_on(Evidence(profiles=[make_rank(COMPUTE, script)] * 2)).answer
+    assert first.badge == "83% OF A STEP"
+    assert first.source is not None
+    assert first.source.line == 34
+    assert first.source.lines == [(number, f"line {number}") for number in range(31, 38)]
+
+
+def test_bars_show_where_the_causes_are_on_each_rank() -> None:
+    bars = report_on(Evidence(profiles=[make_rank(COMPUTE, LOAD), make_rank(COMPUTE, reduce_for(20))])).bars
+    assert bars is not None
+    loading, waiting = (dict(bar.parts) for bar in bars.bars)
+    assert loading == pytest.approx({"forward": 10, "data": 20})
+    assert waiting == pytest.approx({"forward": 10, "exchange, and waiting for other ranks": 20})
+    assert bars.marked == ["exchange, and waiting for other ranks", "data"]
 
 
 def test_what_the_runs_warned_of_is_in_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from compared import RAN
 from made_traces import (
     Change,
     combine,
@@ -100,7 +101,7 @@ CASES: list[tuple[str, Change, str, str]] = [
 
 def report_on(pairs: Sequence[Pair]) -> Report:
     runs = {trace.name: TracedRun(trace.name, DONE, trace) for pair in pairs for trace in pair.runs}
-    return conclude([*runs.values()], pairs, Path("out"), [])
+    return conclude([*runs.values()], pairs, Path("out"), [], RAN)
 
 
 @pytest.mark.parametrize(("moment", "change", "quantity", "cause"), CASES)

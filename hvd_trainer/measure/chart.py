@@ -1,0 +1,90 @@
+"""Charts of matplotlib as elements of a page: SVG whose text stays text, in the colours of the page."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from hvd_trainer.measure.report import Picture
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SIZE = (5.0, 3.2)
+"""Inches: small, so that letters can still be read where a telephone makes it narrower."""
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
+"""Of Okabe and Ito, which the colour-blind tell apart."""
+INK, GRID = "#010203", "#010204"
+"""Stand for the page's colours, which are dark or light."""
+TEXT_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "the same figures have the same names",
+    "savefig.transparent": True,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+}
+STYLE: dict[Any, Any] = {
+    **TEXT_STYLE,
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "axes.axisbelow": True,
+}
+
+
+@contextmanager
+def figure_in(style: Mapping[Any, Any], size: tuple[float, float]) -> Iterator[Figure]:
+    """Give a figure of so many inches in a style."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(dict(style)):
+        yield Figure(size, layout="constrained")
+
+
+def as_element(figure: Figure) -> str:
+    """Return a figure as SVG without its header: an element of a page."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue().replace(INK, "currentColor").replace(GRID, "var(--line)")
+    return text[text.index("<svg") :]
+
+
+def draw_lines(
+    title: str,
+    text: str,
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    across: str,
+    up: str = "",
+    marks: Sequence[tuple[float, str]] = (),
+    log: bool = False,
+) -> list[Picture]:
+    """Return a chart of lines by their names; nothing without points, or with more lines than colours.
+
+    Args:
+        across, up: what the axes show.
+        marks: places across, with what happened there.
+        log: whether the axis upwards is logarithmic.
+    """
+    lines = {name: points for name, points in lines.items() if points}
+    if not 0 < len(lines) <= len(COLOURS):
+        return []
+    with figure_in(STYLE, SIZE) as figure:
+        axes = figure.subplots()
+        for place, mark in marks:
+            axes.axvline(place, color=INK, linestyle=":", linewidth=1)
+            axes.text(
+                place, 1, f" {mark}", transform=axes.get_xaxis_transform(), rotation=90, va="top", fontsize=7
+            )
+        for colour, (name, points) in zip(COLOURS, lines.items(), strict=False):
+            axes.plot(*zip(*points, strict=True), color=colour, marker="." if len(points) < 60 else "", label=name)
+        axes.set(xlabel=across, ylabel=up)
+        if log:
+            axes.set_yscale("log")
+        if len(lines) > 1:
+            axes.legend(frameon=False)
+        return [Picture(title, text, as_element(figure))]

@@ -1,0 +1,186 @@
+"""`python -m hvd_trainer show LOG_DIR...`: a page of one or several runs, by what they keep in their log folders.
+
+It is drawn from metrics.jsonl, config.yaml, and the times of checkpoints and failure reports; nothing is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import webbrowser
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from tyro.conf import Positional, arg
+
+from hvd_trainer.config.command_line import read_words
+from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.chart import draw_lines
+from hvd_trainer.measure.formats import check_installed, number
+from hvd_trainer.measure.machine import Ran
+from hvd_trainer.measure.report import Picture, Report, Table, Verdict
+from hvd_trainer.measure.start import locked_folder
+from hvd_trainer.observe.run_folder import CONFIG, METRICS
+from hvd_trainer.utils.files import open_regular
+from hvd_trainer.utils.text import COMMAND, plural
+
+MAX_TOGETHER = 3
+"""Runs whose training and test figures are drawn in one chart."""
+DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+"""Variables that say that there is a browser to open."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Show one or several runs as a page: losses and metrics, speed, learning rate, memory, saves and restarts."""
+
+    log_dirs: Annotated[Positional[tuple[Path, ...]], arg(metavar="LOG_DIR...")]
+    """log folders of runs"""
+    out: Path = Path("runs/show")
+    """folder for show.html, .md and .json"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has kept."""
+
+    name: str
+    records: Sequence[Mapping[str, Any]]
+    """of metrics.jsonl; at least one"""
+    options: Mapping[str, Any]
+    saves: Sequence[float]
+    failures: Sequence[float]
+    """times of checkpoints and of failure reports"""
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """Return the run in a log folder.
+
+        Raises:
+            OptionError: there is none.
+        """
+        records: list[Any] = []
+        options: dict[str, Any] = {}
+        with suppress(OSError), open_regular(folder / METRICS) as lines:
+            for line in lines:
+                with suppress(ValueError, RecursionError):
+                    records.append(json.loads(line))
+        records = [it for it in records if isinstance(it, dict) and {"event", "step"} <= it.keys()]
+        if not records:
+            raise OptionError(f"{folder} has no {METRICS} with a step or an epoch: name a run's --log-dir")
+        with suppress(OSError, yaml.YAMLError):
+            options = yaml.safe_load((folder / CONFIG).read_text())
+        return cls(str(folder), records, options, *(_times(folder / name) for name in ("checkpoints", "failures")))
+
+    @cached_property
+    def last(self) -> Mapping[str, Any]:
+        """All figures, the newest of each."""
+        return {name: value for record in self.records for name, value in record.items()}
+
+    @property
+    def starts(self) -> list[float]:
+        """The times of the start and of each restart; empty if they are not known."""
+        return sorted({record["started_at"] for record in self.records if "started_at" in record})
+
+    def curve(self, name: str) -> list[tuple[float, float]]:
+        """Return a figure by steps: of the steps that have it, or else of the epochs."""
+        for event in ("step", "epoch"):
+            lines = [it for it in self.records if it["event"] == event]
+            if pairs := [(it["step"], it[name]) for it in lines if isinstance(it.get(name), float)]:
+                return pairs
+        return []
+
+    def progress(self) -> list[tuple[float, float]]:
+        """Return steps by minutes since the start."""
+        return [((it["time"] - self.starts[0]) / 60, it["step"]) for it in self.records if "started_at" in it]
+
+    def marks(self) -> Iterator[tuple[float, str]]:
+        """Yield what happened, by minutes since the start: restarts, saves that are still kept, and failures."""
+        for text, times in (("restart", self.starts[1:]), ("save", self.saves), ("failure", self.failures)):
+            yield from (((moment - self.starts[0]) / 60, text) for moment in times if self.starts)
+
+
+def _times(folder: Path) -> list[float]:
+    return sorted(path.stat().st_mtime for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def verdict(run: Run) -> Verdict:
+    """Say what came of a run."""
+    kinds = [
+        name for name in run.last if name.startswith(("test_", "train_")) and isinstance(run.last[name], float)
+    ]
+    figures = ", ".join(f"{name.replace('_', ' ')} {run.last[name]:.4g}" for name in sorted(kinds))
+    has_ended = run.records[-1]["event"] == "end"
+    text = f"{run.name}: {plural(run.last['step'], 'step')}{'' if has_ended else ' so far'}, {figures}."
+    failed = [f"It failed {plural(len(run.failures), 'time')}: see {run.name}/failures."] if run.failures else []
+    if not has_ended:
+        return Verdict(text, "failed" if failed else "unsure", failed, badge="FAILED" if failed else "NOT ENDED")
+    shown = next((name for name in ("test_accuracy", "test_loss", "train_loss") if name in kinds), "step")
+    return Verdict(text, "sure", failed, badge=f"{shown.replace('_', ' ')} {run.last[shown]:.4g}".upper())
+
+
+def pictures(runs: Sequence[Run]) -> Iterator[Picture]:
+    """Yield a chart for each figure, and steps by time."""
+    names = list(dict.fromkeys(name for run in runs for record in run.records for name in record))
+    figures = [name for name in names if name.startswith(("train_", "test_"))]
+    charts: dict[str, list[str]] = {}
+    for name in figures:
+        title = name.partition("_")[2] if len(runs) <= MAX_TOGETHER else name.replace("_", " ")
+        charts.setdefault(title, []).append(name)
+    charts |= {"samples per second": ["samples_per_s"], "learning rate": ["lr"]}
+    for title, shown in charts.items():
+        lines = {
+            " ".join([name.split("_")[0]] * (len(shown) > 1) + [run.name] * (len(runs) > 1)): run.curve(name)
+            for name in shown
+            for run in runs
+        }
+        yield from draw_lines(title, "By optimizer steps.", lines, across="step")
+    marks = [mark for run in runs for mark in run.marks()]
+    text = "Dotted: restarts, failures, and the saves that are still kept."
+    lines = {run.name: run.progress() for run in runs}
+    yield from draw_lines("steps by time", text, lines, across="minutes", up="step", marks=marks)
+
+
+def tables(runs: Sequence[Run]) -> Iterator[Table]:
+    """Yield the last figures of each run, and the options that differ."""
+    names = list(dict.fromkeys(name for run in runs for name, value in run.last.items() if _is_figure(value)))
+    rows = [(name, *(number(run.last[name]) if name in run.last else "-" for run in runs)) for name in names]
+    yield Table("Last figures", ("", *(run.name for run in runs)), rows)
+    options = dict.fromkeys(name for run in runs for name in run.options)
+    cells = [(name, *(str(run.options.get(name, "-")) for run in runs)) for name in options]
+    differ = [row for row in cells if len({*row[1:]}) > 1]
+    if differ:
+        yield Table("Options that differ", ("", *(run.name for run in runs)), differ, range(len(runs) + 1))
+
+
+def _is_figure(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the page, open it where there is a browser, and return the exit code.
+
+    Raises:
+        OptionError: a folder has no run.
+    """
+    ran, options = Ran.now(f"{COMMAND} show", argv), read_words(Options, argv, program=f"{COMMAND} show")
+    check_installed()
+    runs = [Run.read(folder) for folder in options.log_dirs]
+    report = Report(
+        ran=ran,
+        verdicts=[*map(verdict, runs)],
+        pictures=[*pictures(runs)],
+        tables=[*tables(runs)],
+        data={"runs": {run.name: dict(run.last) for run in runs}},
+    )
+    report.show()
+    with locked_folder(options.out) as folder:
+        report.write(folder, "show")
+        if any(os.environ.get(name) for name in DISPLAYS):
+            webbrowser.open((folder / "show.html").resolve().as_uri())
+    return 0
