@@ -51,7 +51,7 @@ NEEDED = (
 FAILED_S, ORPHAN_S, POLL_S = 5.0, 5.0, 0.02
 RUN = ["-m", "hvd_trainer", "run"]
 REPLACED = ("horovod.", "hvd_trainer.hvd.", "hvd_trainer.c10d.", "hvd_trainer.backends.horovod")
-"""Beginnings of the names, with a dot at their end, of what `hvd_trainer run` gives to a script, or imports for it."""
+"""Beginnings of the names, with a dot at their end, of what `hvd_trainer run` gives to a script or imports."""
 PARENT_S = 1.0
 """How often to see whether pytest is still there: one that was killed does not end its server."""
 INTERRUPTED = -signal.SIGINT
