@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -88,7 +89,7 @@ def test_programs_end_with_their_children(tmp_path: Path) -> None:
     while not process_tree.marked(mark) and time.monotonic() < deadline:
         time.sleep(0.02)
     programs.end()
-    slow.result(5)
+    assert slow.result(5).code == -signal.SIGKILL
     assert process_tree.wait_for_end(process_tree.marked(mark), limit_s=5) == []
 
 
