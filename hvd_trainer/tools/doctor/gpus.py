@@ -20,15 +20,17 @@ SLOWING_VARIABLES = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 def check_cuda(context: Context) -> Iterator[Finding]:
     """Check whether PyTorch sees the GPUs of this machine, and each GPU in a finding of its own."""
     torch, program = context.facts.torch, context.programs.find("nvidia-smi")
-    answer = None if program is None or torch.gpus else context.programs.ask(program, "--list-gpus")
-    if answer is not None and answer.code != 0:
+    # Kernel Module for x86_64  570.124.06  Release Build
+    version = re.search(r"\d+\.\d[\d.]*", read_text(DRIVER_FILE))
+    if (
+        program is not None
+        and not torch.gpus
+        and (answer := context.programs.ask(program, "--list-gpus")).code != 0
+    ):
         remedy = "nvidia-smi    (after an update of the driver: reboot; in a container: docker run --gpus all)"
         yield error("CUDA", f"nvidia-smi says: {answer.last_line}", remedy)
         return
-    # Kernel Module for x86_64  570.124.06  Release Build
-    version = re.search(r"\d+\.\d[\d.]*", read_text(DRIVER_FILE))
-    driver = version[0] if version else None if program is None else "of unknown version"
-    yield judge_cuda(driver, torch, context.environ)
+    yield judge_cuda(version[0] if version else None, torch, context.environ)
     yield from (judge_gpu(number, gpu, torch) for number, gpu in enumerate(torch.gpus))
 
 

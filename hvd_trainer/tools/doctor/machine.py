@@ -45,18 +45,18 @@ def check_cpus(context: Context) -> Iterator[Finding]:
     if setting is None:
         yield ok("threads", f"{THREADS} is not set: each rank takes its share of the cores")
         return
-    first, said = setting.partition(",")[0].strip(), f"{THREADS}={setting}"
-    threads, remedy = (
-        int(first) if first.isdecimal() else 0,
-        f"unset {THREADS}    (each rank then takes its share)",
-    )
-    if threads < 1:
-        yield warning("threads", f"{said} is not a number of threads", remedy)
-    elif threads > limit:
-        found = f"{said} is more than the {plural(limit, 'usable CPU')}: threads wait for each other"
-        yield warning("threads", found, remedy)
+    threads, said = setting.partition(",")[0].strip(), f"{THREADS}={setting}"
+    if threads.isdecimal() and 1 <= int(threads) <= limit:
+        yield ok("threads", f"{said} in each rank, of {plural(limit, 'usable CPU')}")
     else:
-        yield ok("threads", f"{said}: so many in each rank, of {plural(limit, 'usable CPU')}")
+        problem = (
+            f"is more than the {limit} usable CPUs"
+            if threads.strip("0").isdecimal()
+            else "is no number of threads"
+        )
+        yield warning(
+            "threads", f"{said} {problem}", f"unset {THREADS}    (each rank then takes its share of the cores)"
+        )
 
 
 def cpu_quota() -> float | None:

@@ -13,6 +13,7 @@ from hvd_trainer.utils.network import LOOPBACK, is_loopback
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
 """The last holds prefixes of interfaces' names, the others full names."""
+TORCHRUN_PORT = 29500
 
 Interfaces = Mapping[str, Sequence[str]]
 """The IPv4 addresses of the interfaces that are up, by name."""
@@ -84,8 +85,13 @@ def check_names(context: Context) -> Iterator[Finding]:
                 text = f"leads to {text or 'no address'}, and ranks of one host meet at {LOOPBACK}"
                 yield error("localhost", text, f"echo '{LOOPBACK} localhost' >> /etc/hosts")
         elif all(":" in address for address in addresses):
-            problem = "has IPv6 addresses only, and ranks meet by IPv4" if addresses else "leads to no address"
-            remedy = f"getent hosts {name}    (mend its spelling, or write its IPv4 address into /etc/hosts)"
-            yield error(f"host {name}", problem, remedy)
+            text = (
+                "has IPv6 addresses only, and ranks meet by IPv4" if addresses else "the name leads to no address"
+            )
+            yield error(
+                f"host {name}",
+                text,
+                f"getent hosts {name}    (mend its spelling, or write its IPv4 address into /etc/hosts)",
+            )
         elif addresses != [name]:
             yield ok(f"host {name}", text)

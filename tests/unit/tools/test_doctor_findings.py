@@ -154,7 +154,6 @@ FINDINGS = [
     cuda(
         "error", "nvidia-smi says: Failed", "reboot", torch=TORCH, programs={"nvidia-smi": "echo Failed; exit 18"}
     ),
-    cuda("error", "driver of unknown version", "update", torch=TORCH, programs={"nvidia-smi": "exit 0"}),
     cuda("ok", "xpu, torch sees 2 GPUs", torch=XPU),
     cuda("warning", "mps is here", "--device cpu", torch=replace(ON_CPU, unsupported="mps")),
     cuda("ok", "HBM3, 79.0 GB, compute capability 9.0", torch=PAIR, name="GPU 0"),
