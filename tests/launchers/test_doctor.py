@@ -62,7 +62,7 @@ def test_report_has_a_line_per_check() -> None:
     shown = [re.fullmatch(r"(ok|warning|error) +(\S.*?)  +(\S.*)", line) for line in lines[:-1]]
     named = {match[2]: match[1] for match in shown if match}
     assert {"python", "packages", "torch", "CUDA", "NCCL", "horovod", "Slurm", "launcher"} <= named.keys()
-    assert {"CPU", "/dev/shm", "interfaces", "host name"} <= named.keys()
+    assert {"CPU", "/dev/shm", "interfaces", "network", "host name"} <= named.keys()
     assert "data folder" in named
     # What is not ok has below it what to type.
     for line, below, match in zip(lines, lines[1:], shown, strict=False):

@@ -53,6 +53,7 @@ CHECKS: dict[str, Check] = {
     "CPU": machine.check_cpus,
     "shared memory": machine.check_shared_memory,
     "interfaces": network.check_interfaces,
+    "network": network.check_route,
     "host names": network.check_names,
     "ssh": hosts.check_hosts,
     "data folder": machine.check_data_folder,

@@ -13,7 +13,6 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from typing import Any
 from hvd_trainer.horovod_build import facts
 from hvd_trainer.tools.doctor.context import Context, Host, find_key
 from hvd_trainer.tools.doctor.findings import Finding, error, ok, warning
-from hvd_trainer.utils.network import interface_name, source_address
 from hvd_trainer.utils.text import plural
 
 CONNECT_TIMEOUT_S = 3
@@ -68,7 +66,7 @@ def _check_host(context: Context, here: Mapping[str, Any], host: Host) -> list[F
     said = re.search(rf"^{facts.HOST_MARK}(.*)", answer.out, re.MULTILINE)
     if said is not None:
         there = json.loads(said[1])
-        return [_judge_versions(host, there, here, _way_to(context, host)), *_judge_slots(host, there)]
+        return [_judge_versions(host, there, here), *_judge_slots(host, there)]
     if answer.code in (SSH_FAILED, None):
         remedy = next(remedy for part, remedy in REMEDIES.items() if part in why)
         return [error(name, f"does not open: {why}", remedy.format(host=host.name))]
@@ -88,15 +86,7 @@ def _command(context: Context, ssh: str, host: Host) -> list[str]:
     return [ssh, *options, host.name, shlex.join([sys.executable, "-", os.getcwd()])]
 
 
-def _way_to(context: Context, host: Host) -> str:
-    """Return the interface that leads to a host, which the engines take unless they are told another."""
-    with suppress(OSError, StopIteration):
-        address = next(address for address in context.addresses(host.name) if ":" not in address)
-        return interface_name(source_address(address, 1)) or ""
-    return ""
-
-
-def _judge_versions(host: Host, there: Mapping[str, Any], here: Mapping[str, Any], way: str) -> Finding:
+def _judge_versions(host: Host, there: Mapping[str, Any], here: Mapping[str, Any]) -> Finding:
     name, ours, theirs = f"ssh {host.name}", here["versions"], there["versions"]
     unlike = {
         package: f"{package} is {theirs[package] or 'missing'} there and {version or 'missing'} here"
@@ -115,8 +105,7 @@ def _judge_versions(host: Host, there: Mapping[str, Any], here: Mapping[str, Any
         found = f"{text}, but not the folder {os.getcwd()}, in which horovodrun starts the ranks"
         remedy = f"ssh {host.name} mkdir -p {shlex.quote(os.getcwd())}    (and copy the job's files)"
         return warning(name, found, remedy)
-    by = f"; the engines use {way}" if way else ""
-    return ok(name, f"{text}; {plural(there['cpus'], 'CPU')}, {plural(there['gpus'], 'GPU')}{by}")
+    return ok(name, f"{text}; {plural(there['cpus'], 'CPU')}, {plural(there['gpus'], 'GPU')}")
 
 
 def _copy_remedy(host: Host) -> str:

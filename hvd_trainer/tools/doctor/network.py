@@ -1,15 +1,16 @@
-"""Check this machine's network: its interfaces, the variables that choose among them, and names."""
+"""Check this machine's network: interfaces, which of them the engines take, and names."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import psutil
 
 from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.findings import Finding, error, ok, warning
-from hvd_trainer.utils.network import LOOPBACK, is_loopback
+from hvd_trainer.utils.network import LOOPBACK, interface_name, is_loopback, source_address
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
 """The last holds prefixes of interfaces' names, the others full names."""
@@ -38,10 +39,10 @@ def check_interfaces(context: Context) -> Iterator[Finding]:
     if all(map(_leads_out, usable.values())):
         yield error("interfaces", f"{text}; the loopback is down, by which ranks meet", "ip link set lo up")
         return
-    chosen = {name: value for name in INTERFACE_VARIABLES if (value := context.environ.get(name))}
-    yield ok("interfaces", "; ".join([text, *(f"{name}={value} in this shell" for name, value in chosen.items())]))
-    for variable, value in chosen.items():
-        if problem := _interface_problem(variable, value, usable, context.several_hosts):
+    yield ok("interfaces", text)
+    for variable in INTERFACE_VARIABLES:
+        value = context.environ.get(variable)
+        if value and (problem := _interface_problem(variable, value, usable, context.several_hosts)):
             yield error(variable, f"{value} {problem}; there are {', '.join(usable)}", f"unset {variable}")
 
 
@@ -61,6 +62,34 @@ def select_interfaces(pattern: str, names: Mapping[str, object] | Sequence[str])
     words = [word for word in pattern.lstrip("^").lstrip("=").split(",") if word]
     fits = [name for name in names if any(name == w if exact else name.startswith(w) for w in words)]
     return [name for name in names if name not in fits] if without else fits
+
+
+def check_route(context: Context) -> list[Finding]:
+    """Check which interface the engines take: the loopback, or on several hosts that which leads to the others."""
+    chosen = [f"{name}={context.environ[name]}" for name in INTERFACE_VARIABLES if context.environ.get(name)]
+    own = f"; {', '.join(chosen)} in this shell comes first" if chosen else ""
+    if not context.several_hosts:
+        return [ok("network", f"on this host alone both engines use {interface_name(LOOPBACK)}{own}")]
+    hosts: dict[str | None, list[str]] = {}
+    for host in context.hosts:
+        address = next((a for a in context.addresses(host.name) if ":" not in a), None)
+        if address is not None and not context.is_here(host):
+            hosts.setdefault(_way_to(address), []).append(host.name)
+    if None in hosts:
+        return [error("network", f"no way leads to {', '.join(hosts[None])}{own}", "ip route")]
+    text = "; ".join(f"{way} to reach {', '.join(names)}" for way, names in hosts.items())
+    if len(hosts) > 1 and not chosen:
+        found = f"the engines take one interface, and several ways lead from this host: {text}"
+        remedy = "--network-interface NAME    (that joins all; and horovodrun --network-interfaces NAME)"
+        return [warning("network", found, remedy)]
+    return [ok("network", f"the engines use {text}{own}")] if hosts else []
+
+
+def _way_to(address: str) -> str | None:
+    """Return the interface that leads to an address; None if there is no route."""
+    with suppress(OSError):
+        return interface_name(source_address(address, 1))
+    return None
 
 
 def check_names(context: Context) -> Iterator[Finding]:

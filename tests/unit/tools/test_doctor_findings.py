@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -175,10 +176,14 @@ FINDINGS = [
     ),
     *(threads("ok", setting) for setting in ("1", "1,2")),
     *(threads("warning", setting) for setting in (str(len(cpu_ids()) + 1), "many", "0")),
-    row("interfaces", "ok", "GLOO_SOCKET_IFNAME=lo in this shell", environ=OWN_INTERFACES),
+    row("interfaces", "ok", "lo 127.0.0.1", environ=OWN_INTERFACES),
     interfaces("NCCL_SOCKET_IFNAME", "nonesuch", "names no interface that is up"),
     interfaces("GLOO_SOCKET_IFNAME", "lo,nonesuch", "names no interface that is up"),
     interfaces("HOROVOD_GLOO_IFACE", "lo", "leads to no other host", hosts=OTHER),
+    row("network", "ok", "on this host alone both engines use lo"),
+    row("network", "ok", "GLOO_SOCKET_IFNAME=lo in this shell comes first", environ={"GLOO_SOCKET_IFNAME": "lo"}),
+    row("network", "ok", f"to reach {OTHER}", hosts=f"{socket.gethostname()},{OTHER}"),
+    row("network", "", "", hosts="nowhere.invalid"),
     host_name("host node1", "error", "leads to no address", "getent", hosts="node1"),
     host_name("host node1", "error", "has IPv6 addresses only", "getent", "::2", hosts="node1"),
     # An address needs no look-up.
