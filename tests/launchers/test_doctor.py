@@ -61,8 +61,8 @@ def test_report_has_a_line_per_check() -> None:
     assert "\x1b" not in result.stdout
     shown = [re.fullmatch(r"(ok|warning|error) +(\S.*?)  +(\S.*)", line) for line in lines[:-1]]
     named = {match[2]: match[1] for match in shown if match}
-    assert {"python", "packages", "torch", "CUDA", "NCCL", "horovod", "Slurm", "launcher"} <= named.keys()
-    assert {"CPU", "/dev/shm", "interfaces", "network", "host name"} <= named.keys()
+    assert {"python", "packages", "torch", "CUDA", "NCCL", "horovod", "MPI", "Slurm", "launcher"} <= named.keys()
+    assert {"CPU", "/dev/shm", "open files", "interfaces", "network", "host name", "port 29500"} <= named.keys()
     assert "data folder" in named
     # What is not ok has below it what to type.
     for line, below, match in zip(lines, lines[1:], shown, strict=False):
@@ -75,24 +75,38 @@ def test_report_has_a_line_per_check() -> None:
     assert named["torch"] == "ok"
 
 
+LITTLE = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+sys.argv = ["hvd_trainer", *sys.argv[1:]]
+runpy.run_module("hvd_trainer", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_doctor_reports_many_faults_at_once(small_disk: Path, tmp_path: Path) -> None:
     """Report every fault of a shell and its machine in one document."""
     no_route = plant_program(tmp_path, "ssh", 'echo "ssh: connect to b: No route to host" >&2; exit 255')
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    troubles = {
-        **no_route,
-        "RANK": "0",
-        "OMP_NUM_THREADS": "999",
-        "GLOO_SOCKET_IFNAME": "nonesuch0",
-        "MASTER_ADDR": "master.invalid",
-    }
-    hosts = ["--hosts", "nowhere.invalid:2,203.0.113.1"]
-    folders = ["--data-dir", f"{small_disk}/data", "--log-dir", f"{small_disk}/log"]
-    by_name = document(run("--json", *PATIENT, *hosts, *folders, env=troubles))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        troubles = {
+            **no_route,
+            "RANK": "0",
+            "OMP_NUM_THREADS": "999",
+            "GLOO_SOCKET_IFNAME": "nonesuch0",
+            "MASTER_PORT": str(port),
+            "MASTER_ADDR": "master.invalid",
+        }
+        hosts = ["--hosts", "nowhere.invalid:2,203.0.113.1"]
+        folders = ["--data-dir", f"{small_disk}/data", "--log-dir", f"{small_disk}/log"]
+        argv = ["-c", LITTLE, "doctor", "--json", *PATIENT, *hosts, *folders]
+        by_name = document(launch("python", 1, argv, env=troubles, check=False, timeout_s=60))
     expected = {
         "launcher": ("error", "RANK set, but WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE are not", "unset RANK"),
         "threads": ("warning", "OMP_NUM_THREADS=999 is more than", "unset OMP_NUM_THREADS"),
         "GLOO_SOCKET_IFNAME": ("error", "nonesuch0 names no interface", "unset GLOO_SOCKET_IFNAME"),
+        f"port {port}": ("warning", f"in use by .*{os.getpid()}", "export MASTER_PORT="),
+        "open files": ("warning", "300 for each process.*for root to allow", "nofile"),
         "host nowhere.invalid": ("error", "leads to no address", "getent hosts nowhere.invalid"),
         "host master.invalid": ("error", "leads to no address", "getent hosts master.invalid"),
         "ssh nowhere.invalid": ("error", "does not open", "nowhere.invalid"),
@@ -178,13 +192,17 @@ print(found.status, found.found)
 """
 
 
-def test_slurm_inside_and_outside_of_a_job(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_inside_and_outside_of_a_job(
+    slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (found,) = run_checks("Slurm", environ=slurm.environ)
     assert found.status == "ok"
-    assert found.found == "outside of a job"
+    assert found.found.endswith("outside of a job")
     monkeypatch.chdir(REPOSITORY)
     inside = slurm.client("salloc", "-n1", sys.executable, "-c", INSIDE, check=False, timeout_s=60)
-    assert re.search(r"^ok inside of job \d+; srun starts tasks$", inside.stdout, re.MULTILINE), inside
+    assert re.search(r"^ok \S+, inside of job \d+; srun starts tasks$", inside.stdout, re.MULTILINE), inside
+    (none,) = run_checks("Slurm", environ={"SLURM_CONF": str(tmp_path / "nonesuch")})
+    assert (none.status, "this machine is in no cluster" in none.found) == ("ok", True)
 
 
 @pytest.fixture
@@ -229,8 +247,8 @@ def sshd(tmp_path: Path) -> Iterator[dict[str, Any]]:
 
 
 def test_sshd_of_this_machine(sshd: dict[str, Any], tmp_path: Path) -> None:
-    (reached,) = run_checks("ssh", hosts=OTHER, **sshd)
-    assert reached.status == "ok", reached
+    reached, clock = run_checks("ssh", hosts=OTHER, **sshd)
+    assert (reached.status, clock.status) == ("ok", "ok"), reached
     (refused,) = run_checks("ssh", hosts=OTHER, **{**sshd, "ssh_identity_file": tmp_path / "host"})
     assert "Permission denied" in refused.found
     assert refused.remedy.startswith(f"ssh-copy-id {OTHER}")

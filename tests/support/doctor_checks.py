@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import socket
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hvd_trainer.horovod_build.facts import Facts, Gpu, TorchFacts
 from hvd_trainer.tools.doctor import cli
-from hvd_trainer.tools.doctor.context import Options, Programs, look_up
+from hvd_trainer.tools.doctor.context import Context, Options, Programs, look_up, read_hosts
 from hvd_trainer.tools.doctor.findings import Finding
+from hvd_trainer.utils.process import start_in_thread
 
 TORCH = TorchFacts(
     version="2.15.0+cu132",
@@ -26,6 +29,7 @@ TORCH = TorchFacts(
 H100 = Gpu("NVIDIA H100 80GB HBM3", 79 * 2**30, "9.0", "5baec991-de63-c196-1766-04c38407e133")
 ONE = replace(TORCH, gpus=[H100])
 PAIR = replace(TORCH, gpus=[H100, replace(H100, uuid="02c05ee3")])
+SMI_FAILS = "echo 'Failed to initialize NVML: Driver/library version mismatch' >&2; exit 18"
 OTHER = "127.0.0.2"
 """Another host, as it seems: it is this machine, too, but none of its interfaces has that address."""
 
@@ -40,16 +44,16 @@ def run_checks(
     **options: Any,
 ) -> list[Finding]:
     """Run some of the checks as the tool runs them, without the probe of PyTorch."""
+    chosen = Options(**options)
+    hosts = read_hosts(chosen.hosts)
     variables = {**os.environ, **(environ or {})}
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        programs = Programs(variables, time.monotonic() + limit_s, Path(folder))
-        context = cli.start_context(
-            Options(**options), programs, look_up=look_up, probe=lambda programs: facts or Facts(torch)
-        )
-        try:
-            return cli.run_checks(context, {name: cli.CHECKS[name] for name in names})
-        finally:
-            programs.end()
+    known = [socket.gethostname(), "localhost", *(host.name for host in hosts)]
+    lookups = {name: start_in_thread(partial(look_up, name), "doctor") for name in known}
+    probe: Future[Facts] = Future()
+    probe.set_result(facts or Facts(torch))
+    with Programs(variables, time.monotonic() + limit_s) as programs:
+        context = Context(chosen, hosts, variables, programs, probe, lookups)
+        return cli.run_checks(context, {name: cli.CHECKS[name] for name in names})
 
 
 def plant_program(folder: Path, name: str, script: str) -> dict[str, str]:

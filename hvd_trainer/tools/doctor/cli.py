@@ -11,21 +11,18 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
-from hvd_trainer.config.checks import range_errors, refuse
 from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import first_line
-from hvd_trainer.horovod_build.facts import Facts
 from hvd_trainer.measure.start import exit_on_sigterm
 from hvd_trainer.tools.doctor import gpus, hosts, launchers, machine, network, software
-from hvd_trainer.tools.doctor.context import Context, Options, Programs, look_up, read_hosts, run_probe
+from hvd_trainer.tools.doctor.context import Context, Host, Options, Programs, look_up, read_hosts, run_probe
 from hvd_trainer.tools.doctor.findings import (
     Finding,
     as_json,
@@ -46,15 +43,19 @@ CHECKS: dict[str, Check] = {
     "torch": software.check_torch,
     "CUDA": gpus.check_cuda,
     "NCCL": gpus.check_nccl,
+    "GPU links": gpus.check_links,
     "horovod": software.check_horovod,
+    "MPI": launchers.check_mpi,
     "Slurm": launchers.check_slurm,
     "visible GPUs": launchers.check_visible_gpus,
     "launcher": launchers.check_variables,
     "CPU": machine.check_cpus,
     "shared memory": machine.check_shared_memory,
+    "open files": machine.check_open_files,
     "interfaces": network.check_interfaces,
     "network": network.check_route,
     "host names": network.check_names,
+    "port": network.check_port,
     "ssh": hosts.check_hosts,
     "data folder": machine.check_data_folder,
     "log folder": machine.check_log_folder,
@@ -69,16 +70,13 @@ def main(argv: Sequence[str]) -> int:
         OptionError: an option is out of its range or not of its form.
     """
     options = read_words(Options, argv, program=f"{COMMAND} doctor")
-    refuse(range_errors(options))
+    options.check()
+    visited = read_hosts(options.hosts)
     began = time.monotonic()
-    _announce(f"looking around, {options.timeout_s:g} s at most ...")
-    with tempfile.TemporaryDirectory(prefix="hvd_trainer-doctor-", ignore_cleanup_errors=True) as folder:
-        programs = Programs(os.environ, began + options.timeout_s, Path(folder))
-        context = start_context(options, programs)
-        try:
-            findings = run_checks(context, CHECKS)
-        finally:
-            programs.end()
+    text = f"looking around, {options.timeout_s:g} s at most ..."
+    with _transient_line(text), Programs(os.environ, began + options.timeout_s) as programs:
+        context = build_context(options, visited, programs)
+        findings = run_checks(context, CHECKS)
     width = name_width(findings)
     if not options.json:
         print_findings(findings, width, sys.stdout)
@@ -87,42 +85,50 @@ def main(argv: Sequence[str]) -> int:
         from hvd_trainer.tools.doctor import engines
 
         for engine in engines.installed_engines(context.facts):
-            _announce(f"starting {engines.RANKS} ranks on {engine} ...")
-            findings.append(engines.prove_engine(engine, engines.device_of(context.facts, engine)))
+            with _transient_line(f"starting {engines.RANKS} ranks on {engine} ..."):
+                findings.append(engines.prove_engine(engine, engines.device_of(context.facts, engine)))
             if not options.json:
                 print_findings(findings[-1:], width, sys.stdout)
     print(as_json(findings, time.monotonic() - began) if options.json else summary(findings))
     return int(any(finding.status == "error" for finding in findings))
 
 
-def _announce(text: str) -> None:
-    """Tell a person at a terminal what takes so long."""
-    if sys.stderr.isatty():
-        print(text, file=sys.stderr)
+@contextmanager
+def _transient_line(text: str) -> Iterator[None]:
+    """Show a line on a terminal's stderr while the block runs, then erase it."""
+    shown, erased = (f"{text}\r", "\x1b[K") if sys.stderr.isatty() else ("", "")
+    print(shown, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print(erased, end="", file=sys.stderr, flush=True)
 
 
-def start_context(
-    options: Options,
-    programs: Programs,
-    look_up: Callable[[str], list[str]] = look_up,
-    probe: Callable[[Programs], Facts] = run_probe,
-) -> Context:
+def build_context(options: Options, visited: Sequence[Host], programs: Programs) -> Context:
     """Start the name look-ups and the probe of PyTorch, for which several checks wait, and return their input."""
-    visited, environ = read_hosts(options.hosts), programs.environ
-    names = [socket.gethostname(), "localhost", *(host.name for host in visited), environ.get("MASTER_ADDR")]
-    lookups = {name: start_in_thread(partial(look_up, name), "doctor") for name in dict.fromkeys(names) if name}
-    return Context(options, visited, programs, start_in_thread(partial(probe, programs), "doctor"), lookups)
+    names = [
+        socket.gethostname(),
+        "localhost",
+        *(host.name for host in visited),
+        os.environ.get("MASTER_ADDR", ""),
+    ]
+    lookups = {
+        name: start_in_thread(partial(look_up, name), "doctor") for name in filter(None, dict.fromkeys(names))
+    }
+    probe = start_in_thread(partial(run_probe, programs), "doctor")
+    return Context(options, tuple(visited), os.environ, programs, probe, lookups)
 
 
 def run_checks(context: Context, checks: Mapping[str, Check]) -> list[Finding]:
     """Run all checks at the same time and return their findings in the order of the table."""
-    futures = {
-        name: start_in_thread(partial(lambda check: [*check(context)], check), "doctor")
-        for name, check in checks.items()
-    }
-    wait(futures.values(), timeout=context.programs.left_s())
+    futures = {name: start_in_thread(partial(_run, check, context), "doctor") for name, check in checks.items()}
+    wait(futures.values(), timeout=context.programs.check_left_s)
     limit_s = context.options.timeout_s
     return [finding for name, future in futures.items() for finding in _results_of(name, future, limit_s)]
+
+
+def _run(check: Check, context: Context) -> list[Finding]:
+    return list(check(context))
 
 
 def _results_of(name: str, future: Future[list[Finding]], limit_s: float) -> list[Finding]:

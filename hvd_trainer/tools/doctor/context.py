@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -21,14 +26,49 @@ import psutil
 import tyro
 from annotated_types import Ge, Gt
 
-from hvd_trainer.config.checks import ParsedBy
-from hvd_trainer.errors import OptionError
+from hvd_trainer.config.checks import range_errors, refuse
+from hvd_trainer.errors import LaunchError, OptionError
 from hvd_trainer.horovod_build import facts
 from hvd_trainer.horovod_build.facts import Facts
-from hvd_trainer.measure.start import Start, end_processes, run_to_end
 
-MARGIN_S = 1.0
+MARGIN_S = 0.5
 """A program is killed this long before the checks' deadline, so that its check can still report it."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Look at all that training needs here, and say what is wrong with it and what to type.
+
+    Each line is ok, a warning (training works, but ...) or an error. The exit code is 1 if there is an error.
+    """
+
+    hosts: Annotated[str | None, tyro.conf.arg(metavar="HOST[:N],...")] = None
+    """the hosts of the job, as for horovodrun -H: are they reached by ssh, and have they all that is here?"""
+    ssh_port: Annotated[int | None, Ge(1), tyro.conf.arg(metavar="PORT")] = None
+    """port of ssh on all hosts, as for horovodrun"""
+    ssh_identity_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """file with the private key for ssh, as for horovodrun"""
+    data_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """folder with the data sets; without it: the cache folder that the jobs use then"""
+    log_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """folder for logs and checkpoints; without it none is looked at"""
+    run: bool = False
+    """also start two ranks on each engine, prove that they can exchange tensors, and time it"""
+    json: bool = False
+    """print one JSON document instead of lines"""
+    timeout_s: Annotated[float, Gt(0)] = 30.0
+    """how long all checks together may take, in seconds (--run comes on top)"""
+
+    def check(self) -> None:
+        """Refuse invalid values, with all mistakes in one error.
+
+        Raises:
+            OptionError: an option is out of its range.
+        """
+        mistakes = list(range_errors(self))
+        if self.ssh_identity_file is not None and not self.ssh_identity_file.expanduser().is_file():
+            mistakes.append(f"--ssh-identity-file {self.ssh_identity_file}: there is no such file")
+        refuse(mistakes)
 
 
 class Host(NamedTuple):
@@ -58,88 +98,101 @@ def read_hosts(text: str | None) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def find_key(file: Path) -> Path:
-    """Return the path of a private key.
-
-    Raises:
-        OptionError: there is no such file.
-    """
-    if not file.expanduser().is_file():
-        raise OptionError(f"--ssh-identity-file {file}: there is no such file")
-    return file.expanduser()
-
-
-@dataclass(frozen=True)
-class Options:
-    """Look at all that training needs here, and say what is wrong with it and what to type.
-
-    Each line is ok, a warning (training works, but ...) or an error. The exit code is 1 if there is an error.
-    """
-
-    hosts: Annotated[str | None, ParsedBy(read_hosts), tyro.conf.arg(metavar="HOST[:N],...")] = None
-    """the hosts of the job, as for horovodrun -H: are they reached by ssh, and have they all that is here?"""
-    ssh_port: Annotated[int | None, Ge(1), tyro.conf.arg(metavar="PORT")] = None
-    """port of ssh on all hosts, as for horovodrun"""
-    ssh_identity_file: Annotated[Path | None, ParsedBy(find_key), tyro.conf.arg(metavar="FILE")] = None
-    """file with the private key for ssh, as for horovodrun"""
-    data_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """folder with the data sets; without it: the cache folder that the jobs use then"""
-    log_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """folder for logs and checkpoints; without it none is looked at"""
-    run: bool = False
-    """also start two ranks on each engine, prove that they can exchange tensors, and time it"""
-    json: bool = False
-    """print one JSON document instead of lines"""
-    timeout_s: Annotated[float, Gt(0)] = 30.0
-    """how long all checks together may take, in seconds (--run comes on top)"""
-
-
 class Answer(NamedTuple):
     """The output of a program."""
 
     code: int | None
     """the exit code; None: its time was up"""
     out: str
-    """of stdout and stderr"""
+    err: str
 
     @property
     def last_line(self) -> str:
-        """The last line that it printed; else how it ended."""
+        """The last line of stderr, or of stdout where stderr is empty; else how the program ended."""
+        lines = (self.err.strip() or self.out.strip()).splitlines()
         if self.code is None:
             return "no answer in time"
-        return [f"exit code {self.code}", *self.out.strip().splitlines()][-1].strip()
+        return lines[-1].strip() if lines else f"exit code {self.code}"
 
 
-@dataclass(frozen=True)
 class Programs:
-    """The programs that the checks start."""
+    """The programs that the checks start; none of them outlives the `with` block.
 
-    environ: Mapping[str, str]
-    deadline: float
-    """when all of them must have ended, by `time.monotonic`"""
-    folder: Path
-    """for their output"""
+    Args:
+        environ: the environment of the programs.
+        deadline: when all of them must have ended, by `time.monotonic`.
+    """
 
-    def left_s(self, margin: float = 0.0) -> float:
-        """Return the time until so long before the deadline, in seconds."""
-        return max(0.0, self.deadline - time.monotonic() - margin)
+    def __init__(self, environ: Mapping[str, str], deadline: float) -> None:
+        self._environ, self._deadline = environ, deadline
+        self._running: set[subprocess.Popen[str]] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __enter__(self) -> Programs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._closed = True
+            left = list(self._running)
+        for process in left:
+            _kill(process)
+
+    @property
+    def program_left_s(self) -> float:
+        """The time that a program may still take, in seconds."""
+        return max(0.0, self.check_left_s - MARGIN_S)
+
+    @property
+    def check_left_s(self) -> float:
+        """The time that a check may still take, in seconds."""
+        return max(0.0, self._deadline - time.monotonic())
 
     def find(self, name: str) -> str | None:
         """Find a program on PATH, or where Linux keeps those of the administrator; None if there is none."""
-        path = os.pathsep.join([self.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+        path = os.pathsep.join([self._environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
         return shutil.which(name, path=path)
 
-    def ask(self, *command: str) -> Answer:
-        """Run a program to its end, or kill it shortly before the deadline, and return its output."""
-        folder = Path(tempfile.mkdtemp(dir=self.folder))
-        output = folder / "output"
-        code = run_to_end(Start(command, self.environ), folder, output, limit_s=self.left_s(MARGIN_S))
-        return Answer(code, output.read_text(errors="replace"))
+    def ask(self, *command: str, limit_s: float = inf, text: str = "") -> Answer:
+        """Run a program to its end, or kill it when its time is up, and return its output.
 
-    def end(self) -> None:
-        """End all of them."""
-        for folder in self.folder.iterdir():
-            end_processes(folder)
+        Args:
+            limit_s: in seconds, if not until the deadline.
+            text: its stdin.
+
+        Raises:
+            LaunchError: the `with` block has ended.
+        """
+        # Files, because a process that left the group may hold a pipe open for ever.
+        file = partial(tempfile.TemporaryFile, "w+", errors="replace")
+        with file() as given, file() as out, file() as err:
+            given.write(text)
+            given.seek(0)
+            with self._lock:
+                if self._closed:
+                    raise LaunchError("the time is up")
+                environ = dict(self._environ)
+                process = subprocess.Popen(
+                    command, env=environ, stdin=given, stdout=out, stderr=err, text=True, start_new_session=True
+                )
+                self._running.add(process)
+            code = None
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(min(limit_s, self.program_left_s))
+            _kill(process)
+            self._running.discard(process)
+            out.seek(0)
+            err.seek(0)
+            return Answer(code, out.read(), err.read())
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a program with its process group, unless it has ended."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @dataclass(frozen=True)
@@ -148,14 +201,11 @@ class Context:
 
     options: Options
     hosts: tuple[Host, ...]
+    environ: Mapping[str, str]
     programs: Programs
     probe: Future[Facts]
     lookups: Mapping[str, Future[list[str]]]
     """addresses of this host, localhost, all `hosts` and MASTER_ADDR, by name"""
-
-    @property
-    def environ(self) -> Mapping[str, str]:
-        return self.programs.environ
 
     @property
     def facts(self) -> Facts:
@@ -165,7 +215,7 @@ class Context:
     def addresses(self, name: str) -> list[str]:
         """Return the addresses of a host, IPv4 first; none if its name is unknown, or nobody answers in time."""
         with suppress(OSError, FutureTimeoutError):
-            return self.lookups[name].result(self.programs.left_s(MARGIN_S))
+            return self.lookups[name].result(self.programs.program_left_s)
         return []
 
     def is_here(self, host: Host) -> bool:

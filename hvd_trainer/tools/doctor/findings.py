@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shutil
 import socket
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +19,7 @@ from hvd_trainer.utils.text import COMMAND, plural
 Status = Literal["ok", "warning", "error"]
 COLOURS: dict[Status, str] = {"ok": "32", "warning": "33", "error": "31"}
 STATUS_WIDTH, NAME_WIDTH = 7, 12
+MIN_TEXT_WIDTH = 60
 
 
 @dataclass(frozen=True)
@@ -65,15 +68,19 @@ def name_width(findings: Sequence[Finding]) -> int:
 
 
 def print_findings(findings: Sequence[Finding], width: int, out: TextIO) -> None:
-    """Print `warning  /dev/shm      64 MB ...` and below it `type: ...`; on a terminal in colours."""
-    coloured = out.isatty() and "NO_COLOR" not in os.environ
+    """Print `warning  /dev/shm      64 MB ...` and below it `type: ...`; on a terminal in colours and wrapped."""
     for finding in findings:
-        status = f"{finding.status:<{STATUS_WIDTH}}"
-        if coloured:
-            status = f"\x1b[{COLOURS[finding.status]}m{status}\x1b[0m"
-        print(f"{status}  {finding.name:<{width}}  {finding.found}", file=out)
-        if finding.remedy:
-            print(f"{'':{STATUS_WIDTH + width + 4}}type: {finding.remedy}", file=out)
+        texts = [finding.found, *([f"type: {finding.remedy}"] if finding.remedy else [])]
+        status, begin = f"{finding.status:<{STATUS_WIDTH}}", " " * (STATUS_WIDTH + width + 4)
+        if out.isatty():
+            room = max(MIN_TEXT_WIDTH, shutil.get_terminal_size().columns) - len(begin)
+            # Paths and options stay whole, so that they can be copied.
+            wrapper = textwrap.TextWrapper(room, "", "  ", break_long_words=False, break_on_hyphens=False)
+            texts = [line for text in texts for line in wrapper.wrap(text)]
+            if "NO_COLOR" not in os.environ:
+                status = f"\x1b[{COLOURS[finding.status]}m{status}\x1b[0m"
+        lines = [f"{status}  {finding.name:<{width}}  {texts[0]}", *(begin + text for text in texts[1:])]
+        out.write("\n".join(lines) + "\n")
     out.flush()
 
 

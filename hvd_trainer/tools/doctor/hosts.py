@@ -1,6 +1,10 @@
-"""Check other hosts by one ssh connection to each: whether it opens, and what is installed there.
+"""Check other hosts by one ssh connection to each: whether it opens, what is installed there, and its clock.
 
-facts.py is sent to the Python there, and prints {"versions": ...}.
+here                              there
+  facts.py ------------->
+          <-------------          1789.25              its clock
+          <-------------          {"versions": ...}    what facts.py prints
+          <-------------          1789.61              its clock
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import pwd
 import re
 import shlex
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from hvd_trainer.horovod_build import facts
-from hvd_trainer.tools.doctor.context import Context, Host, find_key
+from hvd_trainer.tools.doctor.context import Context, Host
 from hvd_trainer.tools.doctor.findings import Finding, error, ok, warning
 from hvd_trainer.utils.text import plural
 
 CONNECT_TIMEOUT_S = 3
-SSH_FAILED = 255
-"""The exit code of ssh itself; another one is that of the command."""
+MAX_SKEW_S, MAX_HARMLESS_SKEW_S = 1.0, 60.0
+"""Beyond the first, times in logs mislead; beyond the second, file times and certificates do, too."""
+TIME_MARK = "hvd_trainer time "
 OPTIONS = (
     *("BatchMode=yes", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "LogLevel=ERROR"),
     # A new host is accepted and one with a changed key refused, as horovodrun does; no key is stored.
@@ -45,12 +51,13 @@ REMEDIES = {
 
 
 def check_hosts(context: Context) -> Iterator[Finding]:
-    """Check all hosts at the same time by ssh: their versions, and their CPUs or GPUs."""
-    if context.hosts:
-        here = facts.host_facts(os.getcwd())
-        with ThreadPoolExecutor(len(context.hosts)) as threads:
-            for findings in threads.map(partial(_check_host, context, here), context.hosts):
-                yield from findings
+    """Check all hosts at the same time by ssh: their versions, their CPUs or GPUs, and their clocks."""
+    if not context.hosts:
+        return
+    here = facts.host_facts(os.getcwd())
+    with ThreadPoolExecutor(len(context.hosts)) as threads:
+        for findings in threads.map(partial(_check_host, context, here), context.hosts):
+            yield from findings
 
 
 def _check_host(context: Context, here: Mapping[str, Any], host: Host) -> list[Finding]:
@@ -59,18 +66,22 @@ def _check_host(context: Context, here: Mapping[str, Any], host: Host) -> list[F
         return [ok(name, "this host itself: nothing to reach"), *_judge_slots(host, here)]
     if ssh is None:
         return [error(name, "there is no ssh here, by which hosts are reached", "apt-get install openssh-client")]
-    ask_there = f"exec {shlex.join(_command(context, ssh, host))} < {shlex.quote(facts.__file__)}"
-    answer = context.programs.ask("sh", "-c", ask_there)
+    began = time.time()
+    answer = context.programs.ask(*_command(context, ssh, host), text=Path(facts.__file__).read_text())
+    asked = began, time.time()
     why = f"no answer in {context.options.timeout_s:g} s" if answer.code is None else answer.last_line
     # A login script may print, too.
+    times = [float(text) for text in re.findall(rf"^{TIME_MARK}(\d+(?:\.\d+)?)", answer.out, re.MULTILINE)]
     said = re.search(rf"^{facts.HOST_MARK}(.*)", answer.out, re.MULTILINE)
-    if said is not None:
-        there = json.loads(said[1])
-        return [_judge_versions(host, there, here), *_judge_slots(host, there)]
-    if answer.code in (SSH_FAILED, None):
+    if not times:
         remedy = next(remedy for part, remedy in REMEDIES.items() if part in why)
         return [error(name, f"does not open: {why}", remedy.format(host=host.name))]
-    return [error(name, f"opens, but {sys.executable} cannot be started there ({why})", _copy_remedy(host))]
+    clock = _judge_clock(host, times, asked)
+    if said is None:
+        found = f"opens, but {sys.executable} cannot be started there ({why})"
+        return [error(name, found, _copy_remedy(host)), clock]
+    there = json.loads(said[1])
+    return [_judge_versions(host, there, here), *_judge_slots(host, there), clock]
 
 
 def _command(context: Context, ssh: str, host: Host) -> list[str]:
@@ -82,12 +93,15 @@ def _command(context: Context, ssh: str, host: Host) -> list[str]:
     if context.options.ssh_port is not None:
         options += ["-p", str(context.options.ssh_port)]
     if context.options.ssh_identity_file is not None:
-        options += ["-i", str(find_key(context.options.ssh_identity_file))]
-    return [ssh, *options, host.name, shlex.join([sys.executable, "-", os.getcwd()])]
+        options += ["-i", str(context.options.ssh_identity_file.expanduser())]
+    # One quoted word for the login shell, which may be any; the script itself is for sh.
+    date, python = f'date "+{TIME_MARK}%s.%N"', shlex.join([sys.executable, "-", os.getcwd()])
+    return [ssh, *options, host.name, f"sh -c {shlex.quote(f'{date}; {python} && {date}')}"]
 
 
 def _judge_versions(host: Host, there: Mapping[str, Any], here: Mapping[str, Any]) -> Finding:
-    name, ours, theirs = f"ssh {host.name}", here["versions"], there["versions"]
+    name = f"ssh {host.name}"
+    ours, theirs = here["versions"], there["versions"]
     unlike = {
         package: f"{package} is {theirs[package] or 'missing'} there and {version or 'missing'} here"
         for package, version in ours.items()
@@ -121,3 +135,18 @@ def _judge_slots(host: Host, there: Mapping[str, Any]) -> Iterator[Finding]:
         why = "NCCL allows one rank per GPU" if kind == "GPU" else "more ranks than CPUs only wait for each other"
         found = f"{plural(host.slots, 'rank')} are to share {plural(units, kind)}"
         yield warning(f"ranks {host.name}", found, f"--hosts {host.name}:{units}    ({why})")
+
+
+def _judge_clock(host: Host, times: list[float], asked: tuple[float, float]) -> Finding:
+    """Compare a host's clock with this one's: its first time is not from before the connection, nor its last from
+    after it, which bounds the difference (as in NTP, RFC 5905).
+    """
+    most, least = times[0] - asked[0], times[-1] - asked[1]
+    skew, unsure = (most + least) / 2, (most - least) / 2
+    name, figures = f"clock {host.name}", {"skew_s": round(skew, 4)}
+    if abs(skew) <= MAX_SKEW_S + unsure:
+        return ok(name, f"as here, within {max(abs(skew), unsure):.2g} s", **figures)
+    say = error if abs(skew) > MAX_HARMLESS_SKEW_S + unsure else warning
+    distance = f"{abs(skew):.1f} s" if abs(skew) < 120 else f"{abs(skew) / 60:,.0f} min"
+    found = f"{distance} {'ahead of' if skew > 0 else 'behind'} this host's: the times of logs and files disagree"
+    return say(name, found, "timedatectl set-ntp true    (on both)", **figures)

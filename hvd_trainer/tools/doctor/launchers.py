@@ -1,7 +1,10 @@
-"""Check what starts ranks: variables left in this shell, and Slurm."""
+"""Check what starts ranks: variables left in this shell, MPI, Slurm."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import re
 from contextlib import suppress
 
 from hvd_trainer.errors import LaunchError, first_line
@@ -11,7 +14,7 @@ from hvd_trainer.launch.world import detect
 from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.findings import Finding, error, ok, warning
 
-TASK = ("srun", "--overlap", "--mpi=none", "--ntasks=1", "--nodes=1", "true")
+SRUN_TIMEOUT_S = 5.0
 
 
 def check_variables(context: Context) -> list[Finding]:
@@ -32,20 +35,53 @@ def check_variables(context: Context) -> list[Finding]:
     return [ok("launcher", f"this is {world}, started by {launcher.name}")]
 
 
-def check_slurm(context: Context) -> list[Finding]:
-    """Check, inside of a job, that srun starts a task."""
-    job = slurm_job(context.environ).job_id
-    if job is None:
-        return [ok("Slurm", "outside of a job")]
-    srun = context.programs.find("srun")
-    if srun is None:
-        found = f"inside of job {job}, and there is no srun on PATH"
-        return [error("Slurm", found, "module load slurm    (or use the PATH of the node that you came from)")]
-    answer = context.programs.ask(srun, *TASK[1:])
+def check_mpi(context: Context) -> list[Finding]:
+    """Check that mpirun runs, if it is installed: only some launches need it."""
+    mpirun = context.programs.find("mpirun")
+    if mpirun is None:
+        return [ok("MPI", "no mpirun: not needed, horovodrun and torchrun do without")]
+    answer = context.programs.ask(mpirun, "--version")
     if answer.code != 0:
-        found = f"inside of job {job}, srun starts no task: {answer.last_line}"
-        return [error("Slurm", found, f"{' '.join(TASK)}    (or ask scontrol ping)")]
-    return [ok("Slurm", f"inside of job {job}; srun starts tasks")]
+        remedy = "mpirun --version    (if you need it: horovodrun and torchrun do without)"
+        return [warning("MPI", f"{mpirun} does not run: {answer.last_line}", remedy)]
+    said = answer.out + answer.err
+    hydra = re.search(r"^\s*Version:\s+(\S+)", said, re.MULTILINE) if "HYDRA" in said else None
+    first = re.sub(r"^mpirun \((.+)\) ", r"\1 ", next(iter(said.strip().splitlines()), "of unknown version"))
+    found = [f"MPICH {hydra[1]}" if hydra else first]
+    if os.geteuid() == 0 and "Open MPI" in found[0]:
+        found.append("as root it wants --allow-run-as-root")
+    if context.several_hosts and importlib.util.find_spec("mpi4py") is None:
+        found.append("without mpi4py several hosts want -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500")
+    return [ok("MPI", "; ".join(found))]
+
+
+def check_slurm(context: Context) -> list[Finding]:
+    """Check srun; inside of a job, that it starts a task."""
+    programs, job = context.programs, slurm_job(context.environ).job_id
+    srun = programs.find("srun")
+    if srun is None:
+        if job is not None:
+            found = f"inside of job {job}, and there is no srun on PATH"
+            return [error("Slurm", found, "module load slurm    (or use the PATH of the node that you came from)")]
+        return [ok("Slurm", "no srun: not needed outside of a cluster")]
+    version = programs.ask(srun, "--version", limit_s=SRUN_TIMEOUT_S)
+    if version.code != 0 and job is None:
+        found = f"not needed: srun is installed, but this machine is in no cluster ({version.last_line})"
+        return [ok("Slurm", found)]
+    if version.code != 0:
+        return [error("Slurm", f"inside of job {job}, srun says: {version.last_line}", "scontrol ping")]
+    release = version.out.strip().replace("slurm-wlm", "slurm").removeprefix("slurm ")
+    if job is not None:
+        task, place = (
+            ("--overlap", "--mpi=none", "--ntasks=1", "--nodes=1", "true"),
+            f"{release}, inside of job {job}",
+        )
+        answer = programs.ask(srun, *task, limit_s=SRUN_TIMEOUT_S)
+        if answer.code != 0:
+            found = f"{place}; srun starts no task: {answer.last_line}"
+            return [error("Slurm", found, " ".join(["srun", *task]))]
+        return [ok("Slurm", f"{place}; srun starts tasks")]
+    return [ok("Slurm", f"{release}, outside of a job")]
 
 
 def check_visible_gpus(context: Context) -> list[Finding]:

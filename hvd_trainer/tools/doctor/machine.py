@@ -1,13 +1,14 @@
-"""Check this machine: CPUs, threads, shared memory, and the folders for data and logs."""
+"""Check this machine: CPUs, threads, shared memory, open files, and the folders for data and logs."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
+import resource
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,14 @@ from hvd_trainer.utils.text import plural
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 2**30
 """A few loader processes with batches of images fill half of it."""
+MIN_OPEN_FILES, FILES_PER_RANK = 1024, 4
+"""Open files of a process: the soft limit of every distribution; and the connections to each further rank."""
+ENDLESS = resource.RLIM_INFINITY
 THREADS = "OMP_NUM_THREADS"
+NETWORK_FILE_SYSTEMS = (
+    *("nfs", "cifs", "smb", "lustre", "beegfs", "gpfs", "ceph", "glusterfs", "9p", "afs", "wekafs", "fuse.sshfs"),
+)
+"""Prefixes of the names of file systems that other hosts can mount, too."""
 MIN_DATA_BYTES, MIN_LOG_BYTES = 5 * 2**30, 2**30
 DATA_PATTERNS = ("*-ubyte*", "*/*-ubyte*", "MNIST/raw/*-ubyte*", "aclImdb*")
 """Where the jobs look for the files of MNIST and IMDB."""
@@ -30,33 +38,33 @@ DATA_PATTERNS = ("*-ubyte*", "*/*-ubyte*", "MNIST/raw/*-ubyte*", "aclImdb*")
 
 def check_cpus(context: Context) -> Iterator[Finding]:
     """Check the CPUs that this process may use, and the number of threads of a rank."""
-    usable, installed = len(cpu_ids()), os.cpu_count() or 0
-    cores = psutil.cpu_count(logical=False) or installed
-    quota, setting = cpu_quota(), context.environ.get(THREADS)
-    found = f"{plural(usable, 'CPU')} usable, of {installed:,} here, on {plural(cores, 'core')}"
-    limit = usable if quota is None else max(1, min(usable, math.ceil(quota)))
-    if limit < usable:
+    usable = cpu_ids()
+    quota = cpu_quota()
+    cores, there = num_cores(usable, Path("/sys/devices/system/cpu")), os.cpu_count() or len(usable)
+    found = plural(cores, "core")
+    if len(usable) > cores:
+        found += f" with {len(usable)} hardware threads"
+    if there > len(usable):
+        found += f" usable, of the {there} CPUs here"
+    limit = len(usable) if quota is None else max(1, min(len(usable), math.ceil(quota)))
+    setting = context.environ.get(THREADS)
+    if limit < len(usable):
         found += f", in a container that may use the time of {quota:g}"
-    if limit < usable and setting is None:
+    if limit < len(usable) and setting is None:
         remedy = f"export {THREADS}=1    (or {limit} divided by the ranks that you start here)"
         yield warning("CPU", f"{found}: ranks would start a thread for each core", remedy)
     else:
         yield ok("CPU", found)
+    threads, cpus = (setting or "").partition(",")[0].strip(), plural(limit, "usable CPU")
     if setting is None:
         yield ok("threads", f"{THREADS} is not set: each rank takes its share of the cores")
-        return
-    threads, said = setting.partition(",")[0].strip(), f"{THREADS}={setting}"
-    if threads.isdecimal() and 1 <= int(threads) <= limit:
-        yield ok("threads", f"{said} in each rank, of {plural(limit, 'usable CPU')}")
+    elif not threads.isdecimal() or int(threads) < 1:
+        yield warning("threads", f"{THREADS}={setting} is not a number of threads", f"unset {THREADS}")
+    elif int(threads) > limit:
+        found = f"{THREADS}={setting} is more than the {cpus}: threads wait for each other"
+        yield warning("threads", found, f"unset {THREADS}    (each rank then takes its share of the cores)")
     else:
-        problem = (
-            f"is more than the {limit} usable CPUs"
-            if threads.strip("0").isdecimal()
-            else "is no number of threads"
-        )
-        yield warning(
-            "threads", f"{said} {problem}", f"unset {THREADS}    (each rank then takes its share of the cores)"
-        )
+        yield ok("threads", f"{THREADS}={setting}: so many in each rank, of {cpus}")
 
 
 def cpu_quota() -> float | None:
@@ -67,6 +75,16 @@ def cpu_quota() -> float | None:
         if match := re.fullmatch(r"(\d+) (\d+)", read_text(folder / "cpu.max") or old):
             quotas.append(int(match[1]) / int(match[2]))
     return min(quotas, default=None)
+
+
+def num_cores(cpus: Sequence[int], root: Path) -> int:
+    """Count the cores of these CPUs: two hardware threads of one core count once.
+
+    Args:
+        root: /sys/devices/system/cpu.
+    """
+    siblings = [read_text(root / f"cpu{cpu}/topology/thread_siblings_list") for cpu in cpus]
+    return len(set(siblings)) if all(siblings) else len(cpus)
 
 
 def check_shared_memory(context: Context) -> list[Finding]:
@@ -89,22 +107,37 @@ def check_shared_memory(context: Context) -> list[Finding]:
     return [ok(name, free)]
 
 
+def check_open_files(context: Context) -> list[Finding]:
+    """Check how many files and connections a process may have."""
+    name, ranks = "open files", sum(host.slots or 1 for host in context.hosts)
+    needed = max(MIN_OPEN_FILES, MIN_OPEN_FILES // 2 + FILES_PER_RANK * ranks)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == ENDLESS or soft >= needed:
+        return [ok(name, "as many as wanted" if soft == ENDLESS else f"{soft:,} for each process")]
+    found = f"{soft:,} for each process, and ranks and their loader processes may want {needed:,}"
+    if hard == ENDLESS or hard >= needed:
+        return [warning(name, found, f"ulimit -n {needed if hard == ENDLESS else min(hard, 65536)}")]
+    remedy = "raise nofile in /etc/security/limits.conf    (Docker: --ulimit nofile=65536:65536)"
+    return [warning(name, f"{found}; more than {hard:,} is for root to allow", remedy)]
+
+
 def check_data_folder(context: Context) -> list[Finding]:
     """Check the folder for data sets; one that has them need not be writable."""
     folder = (context.options.data_dir or default_data_dir()).expanduser().absolute()
     if folder.is_dir() and any(True for pattern in DATA_PATTERNS for _ in folder.glob(pattern)):
-        return [ok("data folder", f"{folder}: data are there, on {file_system(folder)}")]
+        return [ok("data folder", f"{folder}: data are there, on {file_system(folder.resolve())}")]
     return [_judge_folder("data folder", folder, MIN_DATA_BYTES, "data sets")]
 
 
-def check_log_folder(context: Context) -> Iterator[Finding]:
+def check_log_folder(context: Context) -> list[Finding]:
     """Check the folder for logs and checkpoints, if one was named.
 
     It must outlast the machine's restart, and have room for several checkpoints, each with the optimizer's state.
     """
-    if context.options.log_dir is not None:
-        folder = context.options.log_dir.expanduser().absolute()
-        yield _judge_folder("log folder", folder, MIN_LOG_BYTES, "checkpoints", must_last=True)
+    if context.options.log_dir is None:
+        return []
+    folder = context.options.log_dir.expanduser().absolute()
+    return [_judge_folder("log folder", folder, MIN_LOG_BYTES, "checkpoints", must_last=True)]
 
 
 def _judge_folder(name: str, folder: Path, min_bytes: int, content: str, *, must_last: bool = False) -> Finding:
@@ -119,19 +152,20 @@ def _judge_folder(name: str, folder: Path, min_bytes: int, content: str, *, must
         where = "" if nearest == folder else f" in {nearest}"
         found = f"{folder}: nothing can be written ({wrong.strerror}{where})"
         return error(name, found, f"{option}, one that you may write to")
-    free, kind = shutil.disk_usage(nearest).free, file_system(nearest)
+    free, kind = shutil.disk_usage(nearest).free, file_system(nearest.resolve())
     text = f"{folder}{'' if nearest == folder else ' (can be made)'}: {size(free)} free on {kind}"
     figures = {"free_mb": free // 2**20}
     if free < min_bytes:
         return warning(name, f"{text}: little for {content}", f"{option}, on another disk", **figures)
-    if must_last and kind in ("tmpfs", "ramfs"):
+    if must_last and kind.startswith("memory"):
         return warning(name, f"{text}: gone after a restart of the machine", f"{option}, on a disk", **figures)
     return ok(name, text, **figures)
 
 
 def file_system(folder: Path) -> str:
-    """Return the kind of file system of a folder, such as `ext4`, `nfs4` or `tmpfs`."""
+    """Return the kind of file system of a folder: `network (nfs4)`, `memory (tmpfs)` or `local disk (ext4)`."""
     # The longest path counts; a later mount at the same place hides the earlier one.
     mounts = sorted(psutil.disk_partitions(all=True), key=lambda mount: len(mount.mountpoint))
-    around = [mount for mount in mounts if folder.resolve().is_relative_to(mount.mountpoint)]
-    return around[-1].fstype if around else "a disk of unknown kind"
+    kind = next((mount.fstype for mount in reversed(mounts) if folder.is_relative_to(mount.mountpoint)), "")
+    where = "network" if kind.startswith(NETWORK_FILE_SYSTEMS) else "local disk"
+    return f"{'memory' if kind in ('tmpfs', 'ramfs') else where} ({kind})"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from doctor_checks import H100, ONE, OTHER, PAIR, TORCH, plant_program, run_checks
+from doctor_checks import H100, ONE, OTHER, PAIR, SMI_FAILS, TORCH, plant_program, run_checks
 from launchers import requires
 
 from benchmarks import NO_GPUS
@@ -29,7 +30,7 @@ def row(check: str, status: str, found: str, remedy: str = "", *, name: str = ""
     Args:
         name: of the finding, if not the check's.
         given: the situation: arguments of `run_checks`; and `programs`, scripts by name; `driver`, what the kernel
-            says of NVIDIA's.
+            says of NVIDIA's; `limits`, the soft and the hard limit of open files.
     """
     return (check, name or check, status, found, remedy, given)
 
@@ -51,6 +52,10 @@ AMD = replace(TORCH, hip="6.4", cuda=None, gpus=[Gpu("AMD Instinct MI300X", 2**3
 ON_CPU = TorchFacts(version="2.15.0+cpu")
 
 
+SMI = "GPU-5baec991-de63-c196-1766-04c38407e133, 570.1, 81076\nGPU-02c05ee3, 570.1, [N/A]\n"
+TWO = f"printf '{SMI}'"
+
+
 STEP = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",
@@ -66,6 +71,7 @@ STEP = {
 ONE_EACH = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
 OPENED = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build  (dvs-builder)\n"
+ENDLESS = resource.RLIM_INFINITY
 OWN_INTERFACES = {"HOROVOD_GLOO_IFACE": "lo", "NCCL_SOCKET_IFNAME": "^nonesuch", "GLOO_SOCKET_IFNAME": "lo"}
 SLOWING = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -83,13 +89,21 @@ def nccl(status: str, found: str, remedy: str = "", *, torch: TorchFacts, **envi
     return row("NCCL", status, found, remedy, torch=torch, environ=environ)
 
 
-def cuda(status: str, found: str, remedy: str = "", *, torch: TorchFacts, **given: Any) -> Row:
-    return row("CUDA", status, found, remedy, torch=torch, **given)
+def cuda(status: str, found: str, remedy: str = "", *, torch: TorchFacts, smi: str = TWO, **given: Any) -> Row:
+    return row("CUDA", status, found, remedy, torch=torch, programs={"nvidia-smi": smi} if smi else {}, **given)
+
+
+def mpi(found: str, said: str) -> Row:
+    return row("MPI", "ok", found, programs={"mpirun": f"printf '{said}'"})
 
 
 def threads(status: str, setting: str) -> Row:
     remedy = "" if status == "ok" else "unset OMP_NUM_THREADS"
     return row("CPU", status, setting, remedy, name="threads", environ={"OMP_NUM_THREADS": setting})
+
+
+def open_files(status: str, found: str, remedy: str, soft: int, hard: int) -> Row:
+    return row("open files", status, found, remedy, limits=(soft, hard))
 
 
 def interfaces(variable: str, value: str, problem: str, hosts: str | None = None) -> Row:
@@ -143,21 +157,18 @@ FINDINGS = [
     nccl("ok", "not needed: devices of type xpu have a library of their own", torch=XPU),
     # A slow import of torch was reported as a torch without NCCL.
     nccl("warning", "not known: torch cannot be asked", "see the line of torch", torch=TorchFacts("timed out")),
-    cuda("ok", "no NVIDIA driver, so training runs on the CPU", torch=TORCH),
-    cuda("ok", "driver 535.104.05, torch sees 1 GPU", torch=ONE, driver=CLOSED),
-    cuda("ok", "driver 570.124.06, torch sees 1 GPU", torch=ONE, driver=OPENED),
+    cuda("ok", "no NVIDIA driver, so training runs on the CPU", torch=TORCH, smi=""),
+    cuda("ok", "driver 535.104.05, torch sees 1 GPU", torch=ONE, smi="", driver=CLOSED),
+    cuda("ok", "driver 570.124.06, torch sees 1 GPU", torch=ONE, smi="", driver=OPENED),
+    cuda("ok", "driver 570.1, torch sees 1 GPU", torch=ONE),
     cuda("ok", "torch sees 1 GPU (CUDA_VISIBLE_DEVICES=1)", torch=ONE, environ={"CUDA_VISIBLE_DEVICES": "1"}),
-    cuda("warning", "CUDA_VISIBLE_DEVICES= hides", "unset CUDA", torch=TORCH, environ=NO_GPUS, driver=OPENED),
-    cuda(
-        "error", "no GPU: it is too old", "update", torch=replace(TORCH, gpu_error="it is too old"), driver=OPENED
-    ),
-    cuda("warning", "built without CUDA", "pip install", torch=ON_CPU, driver=OPENED),
-    cuda(
-        "error", "nvidia-smi says: Failed", "reboot", torch=TORCH, programs={"nvidia-smi": "echo Failed; exit 18"}
-    ),
-    cuda("ok", "xpu, torch sees 2 GPUs", torch=XPU),
-    cuda("warning", "mps is here", "--device cpu", torch=replace(ON_CPU, unsupported="mps")),
-    cuda("ok", "HBM3, 79.0 GB, compute capability 9.0", torch=PAIR, name="GPU 0"),
+    cuda("warning", "2 GPUs, and CUDA_VISIBLE_DEVICES= hides", "unset CUDA", torch=TORCH, environ=NO_GPUS),
+    cuda("error", "torch sees none: it is too old", "update", torch=replace(TORCH, gpu_error="it is too old")),
+    cuda("warning", "built without CUDA", "pip install", torch=ON_CPU),
+    cuda("error", "nvidia-smi says: Failed to initialize NVML", "reboot", torch=TORCH, smi=SMI_FAILS),
+    cuda("ok", "xpu, torch sees 2 GPUs", torch=XPU, smi=""),
+    cuda("warning", "mps is here", "--device cpu", torch=replace(ON_CPU, unsupported="mps"), smi=""),
+    cuda("ok", "HBM3, 79.0 GB (79.2 GB free), compute capability 9.0", torch=PAIR, name="GPU 0"),
     cuda("error", "has no code (it has sm_80, sm_90, compute_90)", "pip install", torch=OLD, name="GPU 0"),
     cuda("ok", "Intel Data Center GPU Max 1550, 64.0 GB", torch=XPU, name="GPU 1"),
     cuda("ok", "AMD Instinct MI300X, 128.0 GB, compute capability gfx942", torch=AMD, name="GPU 0"),
@@ -165,17 +176,24 @@ FINDINGS = [
     row("visible GPUs", "", "", torch=replace(ONE, gpus=[H100] * 4), environ=STEP),
     row("visible GPUs", "", "", torch=ONE, environ=STEP | ONE_EACH),
     row("visible GPUs", "", "", torch=ONE, environ={"SLURM_STEP_ID": "0"}),
-    row("Slurm", "ok", "outside of a job"),
-    row(
-        "Slurm",
-        "error",
-        "job 7, srun starts no task: no",
-        "scontrol",
-        programs={"srun": "echo no; exit 1"},
-        environ=STEP,
+    mpi("Open MPI 4.1.4", "mpirun (Open MPI) 4.1.4\n\nReport bugs to ...\n"),
+    mpi("MPICH 4.0.2", "HYDRA build details:\n    Version:            4.0.2\n    Release Date: ...\n"),
+    mpi(
+        "Intel(R) MPI Library for Linux* OS, Version 2021.10",
+        "Intel(R) MPI Library for Linux* OS, Version 2021.10",
     ),
+    mpi("of unknown version", ""),
+    row("MPI", "warning", "does not run: no lib", "mpirun --version", programs={"mpirun": "echo no lib; exit 1"}),
+    # A node of two partitions counts once.
+    row("Slurm", "ok", "25.11.2, outside of a job", programs={"srun": "echo slurm 25.11.2"}),
+    row("Slurm", "error", "job 7, srun says: no", "scontrol", programs={"srun": "echo no; exit 1"}, environ=STEP),
     *(threads("ok", setting) for setting in ("1", "1,2")),
     *(threads("warning", setting) for setting in (str(len(cpu_ids()) + 1), "many", "0")),
+    open_files("ok", "1,024 for each process", "", 1024, 4096),
+    open_files("ok", "as many as wanted", "", ENDLESS, ENDLESS),
+    open_files("warning", "256 for each process", "ulimit -n 65536", 256, 1048576),
+    open_files("warning", "256 for each process", "ulimit -n 2048", 256, 2048),
+    open_files("warning", "more than 512 is for root", "Docker: --ulimit nofile", 256, 512),
     row("interfaces", "ok", "lo 127.0.0.1", environ=OWN_INTERFACES),
     interfaces("NCCL_SOCKET_IFNAME", "nonesuch", "names no interface that is up"),
     interfaces("GLOO_SOCKET_IFNAME", "lo,nonesuch", "names no interface that is up"),
@@ -220,6 +238,8 @@ def test_finding(
     if driver := given.pop("driver", ""):
         (tmp_path / "driver").write_text(driver)
     monkeypatch.setattr(gpus, "DRIVER_FILE", tmp_path / "driver")
+    if limits := given.pop("limits", None):
+        monkeypatch.setattr(resource, "getrlimit", lambda of: limits)
     for variable in GPU_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     for program, script in given.pop("programs", {}).items():

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from doctor_checks import plant_package, plant_program, run_checks
+from doctor_checks import ONE, PAIR, SMI_FAILS, plant_package, plant_program, run_checks
 
 from hvd_trainer.horovod_build import facts
 from hvd_trainer.horovod_build.facts import Facts, Gpu, HorovodFacts, TorchFacts, parse_facts
 from hvd_trainer.measure import machine as runner_machine
 from hvd_trainer.tools.doctor import machine
-from hvd_trainer.tools.doctor.gpus import has_code
-from hvd_trainer.tools.doctor.machine import cpu_quota, file_system
+from hvd_trainer.tools.doctor.gpus import describe_links, has_code, read_links
+from hvd_trainer.tools.doctor.machine import cpu_quota, file_system, num_cores
 from hvd_trainer.utils.files import default_data_dir
 
 # Python and its packages; what the probe prints.
@@ -69,6 +69,43 @@ def test_probe_lists_intel_gpus() -> None:
     assert facts._gpus(torch, "xpu") == ([Gpu(gpu.name, gpu.total_memory, "", gpu.uuid)] * 2, None)
 
 
+# GPUs: recorded output, as there may be none here.
+
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV12\tSYS\tSYS\tPXB\tSYS\t0-31,64-95\t0\t\tN/A
+GPU1\tNV12\t X \tSYS\tSYS\tPXB\tSYS\t0-31,64-95\t0\t\tN/A
+GPU2\tSYS\tSYS\t X \tNV12\tSYS\tPXB\t32-63,96-127\t1\t\tN/A
+GPU3\tSYS\tSYS\tNV12\t X \tSYS\tPXB\t32-63,96-127\t1\t\tN/A
+NIC0\tPXB\tPXB\tSYS\tSYS\t X \tSYS\t\t\t\t
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
+"""
+
+
+def test_gpu_links(tmp_path: Path) -> None:
+    (tmp_path / "topology").write_text(TOPOLOGY)
+    smi = plant_program(tmp_path, "nvidia-smi", f"cat {tmp_path}/topology")
+    (found,) = run_checks("GPU links", torch=PAIR, environ=smi)
+    assert (found.status, found.found) == (
+        "ok",
+        "GPU0-GPU1, GPU2-GPU3 NV12 (NVLink); "
+        "GPU0-GPU2, GPU0-GPU3, GPU1-GPU2, GPU1-GPU3 SYS (PCIe and from one CPU socket to another)",
+    )
+    links = read_links(TOPOLOGY)
+    assert links == read_links(re.sub(r"\x1b\[\d+m", "", TOPOLOGY))
+    two = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tPHB\t0-63\t0\nGPU1\tPHB\t X \t0-63\t0\n"
+    assert describe_links(read_links(two)) == "GPU0-GPU1 PHB (PCIe through the CPU)"
+    assert describe_links(dict.fromkeys(links, "NV18")) == "all GPUs to all others NV18 (NVLink)"
+    assert describe_links({("GPU0", "GPU1"): "XYZ"}) == "GPU0-GPU1 XYZ"
+    failing = plant_program(tmp_path, "nvidia-smi", SMI_FAILS)
+    assert run_checks("GPU links", torch=PAIR, environ=failing)[0].status == "warning"
+    assert run_checks("GPU links", torch=ONE, environ=failing) == []
+
+
 @pytest.mark.parametrize(
     ("architectures", "capability", "runs"),
     [
@@ -87,6 +124,16 @@ def test_probe_lists_intel_gpus() -> None:
 )
 def test_has_code_for_capability(architectures: list[str], capability: str, runs: bool) -> None:
     assert has_code(architectures, capability) is runs
+
+
+# MPI and Slurm.
+
+
+def test_mpi_and_slurm_are_optional(tmp_path: Path) -> None:
+    found = run_checks("MPI", "Slurm", environ={"PATH": str(tmp_path)})
+    if not any(Path(folder, name).exists() for folder in ("/usr/sbin", "/sbin") for name in ("mpirun", "srun")):
+        assert [finding.status for finding in found] == ["ok", "ok"]
+        assert all("not needed" in finding.found for finding in found)
 
 
 # The machine.
@@ -124,6 +171,15 @@ def test_cpu_quota_of_control_groups(
     assert cpu_quota() == quota
 
 
+def test_hardware_threads_share_a_core(tmp_path: Path) -> None:
+    for cpu in range(4):
+        (tmp_path / f"cpu{cpu}/topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
+    assert num_cores([0, 1, 2, 3], tmp_path) == 2
+    assert num_cores([0, 2], tmp_path) == 1
+    assert num_cores([0, 1, 9], tmp_path) == 3
+
+
 def test_shared_memory(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "SHARED_MEMORY", small_disk)
     (found,) = run_checks("shared memory")
@@ -154,7 +210,7 @@ def test_folder_checks_leave_no_files(tmp_path: Path) -> None:
 def test_folders_on_small_disk(small_disk: Path) -> None:
     data, logs = run_checks("data folder", "log folder", data_dir=small_disk, log_dir=small_disk)
     assert (data.status, logs.status) == ("warning", "warning")
-    assert "4 MB free on tmpfs: little for data sets" in data.found
+    assert "4 MB free on memory (tmpfs): little for data sets" in data.found
     (small_disk / "fill").write_bytes(bytes(4 * 2**20))
     assert "No space left" in run_checks("log folder", log_dir=small_disk)[0].found
     # Data that are there need no room.
@@ -175,10 +231,24 @@ def test_file_system_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     partitions = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in mounts]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: partitions)
     expected = {
-        "/var/x": "ext4",
-        "/home/me/x": "nfs4",
-        "/home/my disk/x": "xfs",
-        "/homer": "ext4",
-        "/dev/shm": "tmpfs",
+        "/var/x": "local disk (ext4)",
+        "/home/me/x": "network (nfs4)",
+        "/home/my disk/x": "local disk (xfs)",
+        "/homer": "local disk (ext4)",
+        "/dev/shm": "memory (tmpfs)",
     }
     assert {path: file_system(Path(path)) for path in expected} == expected
+
+
+def test_file_system_below_a_path_with_a_space(tmp_path: Path) -> None:
+    """Find the mount at a path that the kernel writes as `my\\040disk`."""
+    (tmp_path / "my disk").mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a file system")
+    command = ["mount", "-t", "ramfs", "none", str(tmp_path / "my disk")]
+    if subprocess.run(command, check=False).returncode != 0:
+        pytest.skip("may not mount a file system")
+    try:
+        assert file_system(tmp_path / "my disk") == "memory (ramfs)"
+    finally:
+        subprocess.run(["umount", str(tmp_path / "my disk")], check=True)

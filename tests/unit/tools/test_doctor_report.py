@@ -10,7 +10,6 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import process_tree
 import pytest
@@ -18,7 +17,7 @@ import torch
 from doctor_checks import TORCH, run_checks
 
 from hvd_trainer.backends import EngineOptions, create
-from hvd_trainer.errors import BackendError
+from hvd_trainer.errors import BackendError, LaunchError
 from hvd_trainer.horovod_build.facts import Facts, Gpu, HorovodFacts, TorchFacts
 from hvd_trainer.jobs import all_reduce
 from hvd_trainer.tools.doctor import cli, engines
@@ -66,30 +65,33 @@ def test_failing_and_endless_checks_are_findings(monkeypatch: pytest.MonkeyPatch
         ending.wait()
         return []
 
-    monkeypatch.setattr(cli, "CHECKS", {"broken": broken, "endless": endless, "CPU": cli.CHECKS["CPU"]})
-    found = run_checks("broken", "endless", "CPU", limit_s=1.0)
+    monkeypatch.setattr(
+        cli, "CHECKS", {"broken": broken, "endless": endless, "open files": cli.CHECKS["open files"]}
+    )
+    found = run_checks("broken", "endless", "open files", limit_s=1.0)
     ending.set()
-    assert [finding.name for finding in found] == ["broken", "endless", "CPU", "threads"]
+    assert [finding.name for finding in found] == ["broken", "endless", "open files"]
     assert re.fullmatch(r"the check itself failed: KeyError: 'planted' \(line \d+ in broken\)", found[0].found)
     assert [finding.status for finding in found[:2]] == ["error", "error"]
     assert found[1].found == "no answer in 30 s"
     assert found[1].remedy.startswith("python -m hvd_trainer doctor --timeout-s 150")
 
 
-def test_programs_end_with_their_children(tmp_path: Path) -> None:
+def test_programs_end_with_their_children() -> None:
     mark = f"{os.environ[process_tree.MARK]}/programs"
-    programs = Programs({**os.environ, process_tree.MARK: mark}, time.monotonic() + 30, tmp_path)
-    quick = programs.ask("sh", "-c", "echo out; echo err >&2; exit 3")
-    assert (quick.code, quick.out, quick.last_line) == (3, "out\nerr\n", "err")
-    late = replace(programs, deadline=time.monotonic() + 1).ask("sh", "-c", "echo first; sleep 60 & sleep 60")
-    assert (late.code, late.out, late.last_line) == (None, "first\n", "no answer in time")
-    assert process_tree.wait_for_end(process_tree.marked(mark), limit_s=5) == []
-    slow = start_in_thread(partial(programs.ask, "sleep", "60"), "slow")
-    deadline = time.monotonic() + 5
-    while not process_tree.marked(mark) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    programs.end()
+    with Programs({**os.environ, process_tree.MARK: mark}, time.monotonic() + 30) as programs:
+        quick = programs.ask("sh", "-c", "echo out; echo err >&2; exit 3")
+        assert (quick.code, quick.out, quick.err, quick.last_line) == (3, "out\n", "err\n", "err")
+        late = programs.ask("sh", "-c", "echo first; sleep 60 & sleep 60", limit_s=0.5)
+        assert (late.code, late.out, late.last_line) == (None, "first\n", "no answer in time")
+        assert process_tree.wait_for_end(process_tree.marked(mark), limit_s=5) == []
+        slow = start_in_thread(partial(programs.ask, "sleep", "60"), "slow")
+        deadline = time.monotonic() + 5
+        while not process_tree.marked(mark) and time.monotonic() < deadline:
+            time.sleep(0.02)
     assert slow.result(5).code == -signal.SIGKILL
+    with pytest.raises(LaunchError, match="the time is up"):
+        programs.ask("true")
     assert process_tree.wait_for_end(process_tree.marked(mark), limit_s=5) == []
 
 
@@ -105,7 +107,7 @@ def printed(finding: Finding, out: io.StringIO) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_lines_are_aligned_and_coloured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_aligned_and_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = warning("/dev/shm", "64 MB free of 64 MB", "docker run --shm-size 8g")
     assert printed(finding, io.StringIO()) == [
         "warning  /dev/shm    64 MB free of 64 MB",
@@ -114,7 +116,11 @@ def test_lines_are_aligned_and_coloured(monkeypatch: pytest.MonkeyPatch) -> None
     findings = [finding, ok("a", "b"), ok("c", "d"), error("e", "f", "g")]
     assert summary(findings) == "4 checks: 2 ok, 1 warning, 1 error"
     assert summary([ok("a", "b")]) == "1 check: 1 ok, 0 warnings, 0 errors"
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert printed(ok("torch", "2.15"), Terminal()) == ["\x1b[32mok     \x1b[0m  torch       2.15"]
+    long = ok("torch", "many words " * 9)
+    lines = printed(long, Terminal())
+    assert lines[0].startswith("\x1b[32mok     \x1b[0m  torch       many")
+    assert len(lines) == 2
     monkeypatch.setenv("NO_COLOR", "1")
-    assert printed(ok("torch", "2.15"), Terminal()) == ["ok       torch       2.15"]
+    assert printed(long, Terminal())[0].startswith("ok       torch       many")
