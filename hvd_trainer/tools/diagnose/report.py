@@ -184,7 +184,8 @@ def _step_bars(diagnosis: Diagnosis) -> Bars:
             Bar(f"rank {rank}", sorted(shown, key=lambda part: part[0] in (QUEUE, GIL, PARTS["exchange"])))
         )
     blamed = [PLACES.get(cause.kind, PARTS.get(cause.kind, cause.kind)) for cause in diagnosis.causes]
-    blamed += [PARTS.get(role, role) for cause in diagnosis.causes if (role := cause.details.get("role"))]
+    named = [str(cause.details["role"]) for cause in diagnosis.causes if cause.details.get("role")]
+    blamed += [PARTS.get(name, name) for name in named]
     drawn = {name for bar in bars for name, _ in bar.parts}
     marked = [name for name in dict.fromkeys(blamed) if name in drawn]
     text = "In colour: where the causes are. Milliseconds of a typical step."
