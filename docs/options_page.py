@@ -9,7 +9,6 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -48,9 +47,8 @@ def page() -> str:
         sections += _groups(options, {group.name for group in fields(kind)} - shared, "###")
     sections.append("## What does not go together\n\nWords in capitals stand for what was typed.")
     for subject, conflicts in CONFLICTS.items():
-        alike = groupby(conflicts, key=lambda row: row.message)
-        messages = (message.replace("{option}", _any_of([row.option for row in rows])) for message, rows in alike)
-        sections.append(f"### {subject}\n\n" + "\n".join(f"- {_without_values(text)}." for text in messages))
+        lines = (f"- {_without_values(conflict.text)}." for conflict in conflicts)
+        sections.append(f"### {subject}\n\n" + "\n".join(lines))
     return "\n\n".join(sections) + "\n"
 
 
@@ -112,15 +110,10 @@ def _other_defaults(options: TrainerOptions) -> str:
     return f" Its own defaults: {', '.join(others)}." if others else ""
 
 
-def _any_of(words: Sequence[str]) -> str:
-    *first, last = words
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def _without_values(message: str) -> str:
-    """Return the message of a conflict with `CHUNKS` where it has `{parallel.chunks}`."""
-    message = message.replace("{parallel.cut_by}", CUT_BY)
-    return _in_code(re.sub(r"\{\w+\.(\w+)\}", lambda place: place[1].upper(), message))
+def _without_values(text: str) -> str:
+    """Return the text of a conflict with `CHUNKS` where it has `{parallel.chunks}`."""
+    text = text.replace("{parallel.cut_by}", CUT_BY)
+    return _in_code(re.sub(r"\{\w+\.(\w+)\}", lambda place: place[1].upper(), text))
 
 
 def _in_code(text: str) -> str:

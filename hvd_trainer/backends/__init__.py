@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from typing import Any
 
 from hvd_trainer.backends.base import Backend, ReplicaGrouping, StepResult
 from hvd_trainer.backends.collectives import ReduceOp
@@ -27,6 +28,7 @@ def create(
     environ: MutableMapping[str, str] | None = None,
     grouping: ReplicaGrouping | None = None,
     devices: Devices = 1,
+    ddp_kwargs: Mapping[str, Any] | None = None,
 ) -> Backend:
     """Make the engine that `options.backend` names, not yet started.
 
@@ -34,9 +36,10 @@ def create(
         environ: `os.environ` if None.
         grouping: as for `Backend`.
         devices: as for `Session`.
+        ddp_kwargs: as for `DDPBackend`; other engines have none.
 
     Raises:
-        OptionError: there is no such engine, or an option is not for it.
+        OptionError: there is no such engine, or an option or argument is not for it.
         LaunchError: as for `Session`.
     """
     options = options or EngineOptions()
@@ -45,4 +48,5 @@ def create(
     module, _, attribute = BACKENDS[options.backend].partition(":")
     kind: type[Backend] = getattr(importlib.import_module(module), attribute)
     kind.check_options(options)
-    return kind(Session(options, environ, devices), grouping=grouping)
+    own = {"ddp_kwargs": ddp_kwargs} if options.backend == "ddp" else {}
+    return kind(Session(options, environ, devices), grouping=grouping, **own)

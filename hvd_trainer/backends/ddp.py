@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hvd_trainer.backends import process_group
-from hvd_trainer.backends.base import Backend
+from hvd_trainer.backends.base import Backend, ReplicaGrouping
 from hvd_trainer.backends.buckets import BucketReducer
 from hvd_trainer.backends.ddp_collectives import DDPBucketExchange, DDPCollectives
+from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.unused_parameters import check_unused
-from hvd_trainer.errors import BackendError
+from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.utils import accelerator
 
 HOROVOD_ONLY = "only Horovod has it; leave it out or use --backend horovod"
@@ -30,18 +32,46 @@ BUFFERS_IN_FORWARD = (
 )
 
 
+SET_BY_OPTIONS = {
+    *("module", "device_ids", "init_sync", "process_group", "device_mesh", "bucket_cap_mb"),
+    *("find_unused_parameters", "broadcast_buffers", "forward_sync_buffers"),
+}
+"""Arguments of `DistributedDataParallel` that the engine sets."""
+
+
 class DDPBackend(Backend):
-    """Average gradients in DDP's buckets while backward runs."""
+    """Average gradients in DDP's buckets while backward runs.
+
+    Args:
+        session, grouping: as for `Backend`.
+        ddp_kwargs: further arguments of `DistributedDataParallel`.
+
+    Raises:
+        OptionError: it does not take one of them, or the engine sets it.
+    """
 
     name = "ddp"
     collectives_class = DDPCollectives
     collectives: DDPCollectives
-    only_for_others = dict.fromkeys(
-        ("adasum", "num_groups", "autotune", "cycle_time_ms", "cache_capacity", "transport=mpi"), HOROVOD_ONLY
-    )
+    only_for_others = {"transport=mpi": HOROVOD_ONLY}
 
-    _ddp: DistributedDataParallel | None = None
-    _hook: RemovableHandle | None = None
+    def __init__(
+        self,
+        session: Session,
+        *,
+        grouping: ReplicaGrouping | None = None,
+        ddp_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(session, grouping=grouping)
+        self._ddp: DistributedDataParallel | None = None
+        self._ddp_kwargs = dict(ddp_kwargs or {})
+        self._hook: RemovableHandle | None = None
+        accepted = inspect.signature(DistributedDataParallel).parameters.keys() - SET_BY_OPTIONS
+        if refused := sorted(self._ddp_kwargs.keys() - accepted):
+            raise OptionError(
+                f"ddp_kwargs has {', '.join(refused)}, which DistributedDataParallel does not take or "
+                f"EngineOptions sets. It may have: {', '.join(sorted(accepted))}"
+            )
 
     @property
     def version(self) -> str:
@@ -102,7 +132,8 @@ class DDPBackend(Backend):
         )
 
     def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        no_buffers: dict[str, Any] = {BUFFERS_IN_FORWARD: False}  # see Backend.average_buffers
+        # Buffers: see Backend.average_buffers.
+        kwargs = {BUFFERS_IN_FORWARD: False, "gradient_as_bucket_view": True, **self._ddp_kwargs}
         ddp = DistributedDataParallel(
             model,
             # Batches are on the device already; with `device_ids` each forward would check that.
@@ -110,9 +141,7 @@ class DDPBackend(Backend):
             init_sync=False,  # `prepare` has made the models equal
             bucket_cap_mb=self.options.bucket_mb,
             find_unused_parameters=self.options.find_unused_parameters,
-            static_graph=self.options.static_graph,
-            gradient_as_bucket_view=self.options.bucket_views,
-            **no_buffers,
+            **kwargs,
         )
         self._compress(ddp)
         self._ddp = ddp
@@ -133,9 +162,7 @@ class DDPBackend(Backend):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         if self.options.compression == "powersgd":
-            state: Any = powerSGD_hook.PowerSGDState(
-                None, matrix_approximation_rank=self.options.powersgd_rank, start_powerSGD_iter=10
-            )
+            state: Any = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
             ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
             return
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}

@@ -31,7 +31,7 @@ from hvd_trainer.backends.horovod_start import (
 )
 from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION
 from hvd_trainer.backends.unused_parameters import check_unused, unused_everywhere
-from hvd_trainer.errors import BackendError, OptionError
+from hvd_trainer.errors import BackendError
 from hvd_trainer.rendezvous.ranks import check_world
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.process import set_variables
@@ -49,11 +49,7 @@ class HorovodBackend(Backend):
     collectives_class = HorovodCollectives
     collectives: HorovodCollectives
     only_for_others = dict.fromkeys(
-        (
-            *("transport=gloo", "transport=nccl", "transport=xccl", "static_graph", "bucket_views"),
-            *("powersgd_rank", "compression=powersgd"),
-        ),
-        DDP_ONLY,
+        ("transport=gloo", "transport=nccl", "transport=xccl", "compression=powersgd"), DDP_ONLY
     )
 
     @property
@@ -73,7 +69,7 @@ class HorovodBackend(Backend):
 
     @property
     def _uses_mpi(self) -> bool:
-        return self.options.transport == "mpi" or self.options.adasum
+        return self.options.transport == "mpi"
 
     # Starting and ending.
 
@@ -109,11 +105,11 @@ class HorovodBackend(Backend):
         """
         built = bool(self._hvd.mpi_built())
         if not built or self.world.launcher != "mpirun":
-            option = "--adasum" if self.options.adasum else "--transport mpi"
             install = "" if built else f"{INSTALL_HOROVOD} --mpi; "
             raise BackendError(
-                f"{option} needs a Horovod built with MPI (here: {'yes' if built else 'no'}) and mpirun (here: "
-                f"{self.world.launcher}). Type: {install}mpirun -np {self.world.size} python ... {option}"
+                f"--transport mpi needs a Horovod built with MPI (here: {'yes' if built else 'no'}) and mpirun "
+                f"(here: {self.world.launcher}). Type: {install}mpirun -np {self.world.size} python ... "
+                f"--transport mpi"
             )
         return {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi", **self._tuning()}
 
@@ -146,15 +142,11 @@ class HorovodBackend(Backend):
 
     def _tuning(self) -> dict[str, str]:
         """Return Horovod's settings by options and device, except those that the user's environment has."""
-        options = self.options
-        if options.autotune:
-            wanted = {"HOROVOD_AUTOTUNE": "1"}  # which leaves alone what is set
-        else:
+        environ, wanted = self.session.environ, {}
+        if environ.get("HOROVOD_AUTOTUNE", "0") == "0":  # it leaves alone what is set
             # Fusing our buckets, which are large already, would copy them and sum them in another order.
-            own_fusion = options.adasum or options.num_groups is not None
-            wanted = {"HOROVOD_FUSION_THRESHOLD": str(int(options.bucket_mb * 2**20) if own_fusion else 0)}
-            wakes = patch_set() >= MIN_PATCH_SET_WAKE and "HOROVOD_CYCLE_TIME" not in self.session.environ
-            if wakes and not own_fusion:
+            wanted["HOROVOD_FUSION_THRESHOLD"] = "0"
+            if patch_set() >= MIN_PATCH_SET_WAKE and "HOROVOD_CYCLE_TIME" not in environ:
                 wanted |= WAKE_ON_ENQUEUE
         if self.uses_nccl:
             wanted |= ASYNC_COMPLETION
@@ -162,11 +154,7 @@ class HorovodBackend(Backend):
                 # Else Horovod would wait on the GPU for a dead rank. With it, it polls NCCL for errors all the
                 # time, which takes a core: so only where this rank can go on in another world.
                 wanted["HOROVOD_NCCL_ABORT"] = "1"
-        if options.cycle_time_ms is not None:
-            wanted |= {"HOROVOD_WAKE_ON_ENQUEUE": "0", "HOROVOD_CYCLE_TIME": str(options.cycle_time_ms)}
-        if options.cache_capacity is not None:
-            wanted["HOROVOD_CACHE_CAPACITY"] = str(options.cache_capacity)
-        return {name: value for name, value in wanted.items() if name not in self.session.environ}
+        return {name: value for name, value in wanted.items() if name not in environ}
 
     def abort_exchanges(self) -> None:
         super().abort_exchanges()
@@ -198,7 +186,6 @@ class HorovodBackend(Backend):
         """Check that this Horovod can exchange the gradients' types.
 
         Raises:
-            OptionError: Adasum does not combine bfloat16.
             BackendError: Horovod has no such type, or this one was built without bfloat16.
         """
         for name, parameter in model.named_parameters():
@@ -211,8 +198,6 @@ class HorovodBackend(Backend):
         formats = {tensor.dtype for tensor in (*model.parameters(), *model.buffers())}
         if torch.bfloat16 not in formats and self.options.compression != "bf16":
             return
-        if self.options.adasum:
-            raise OptionError("--adasum combines fp16, fp32 and fp64 only, not bfloat16. Leave one of them out.")
         if patch_set() < MIN_PATCH_SET_BFLOAT16:
             raise BackendError(
                 f"This Horovod has no bfloat16. Type: {INSTALL_HOROVOD}, or train without it: --backend ddp"
@@ -227,13 +212,12 @@ class HorovodBackend(Backend):
         return model
 
     def _make_reducer(self, model: nn.Module, optimizer: Optimizer) -> Reducer:
-        hvd, options = self._hvd, self.options
-        sparse = any(getattr(module, "sparse", False) for module in model.modules())
-        if options.adasum or options.num_groups is not None or sparse:
-            own = {"op": hvd.Adasum} if options.adasum else {"groups": None if sparse else options.num_groups}
-            settings = {"compression": self._compression(), **own}
+        hvd = self._hvd
+        if any(getattr(module, "sparse", False) for module in model.modules()):
+            settings = {"compression": self._compression()}
             return HorovodTensorReducer(hvd, self.collectives.waiter, model, optimizer, settings)
-        return self._make_bucket_reducer(model, hvd.global_process_set, reorder=not options.find_unused_parameters)
+        reorder = not self.options.find_unused_parameters
+        return self._make_bucket_reducer(model, hvd.global_process_set, reorder=reorder)
 
     def _make_bucket_reducer(
         self, module: nn.Module, process_set: Any, *, reorder: bool = True, passes: int = 1

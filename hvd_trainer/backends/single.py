@@ -39,13 +39,7 @@ class SingleBackend(Backend):
 
     name = "single"
     collectives_class = LocalCollectives
-    only_for_others = dict.fromkeys(
-        (
-            *("init_method", "compression", "transport", "static_graph", "bucket_views", "powersgd_rank"),
-            *("adasum", "num_groups", "autotune", "cycle_time_ms", "cache_capacity"),
-        ),
-        NOTHING_TO_EXCHANGE,
-    )
+    only_for_others = dict.fromkeys(("init_method", "compression", "transport"), NOTHING_TO_EXCHANGE)
 
     @property
     def version(self) -> str:

@@ -19,7 +19,12 @@ Decay = Literal["none", "linear", "cosine"]
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How the engine exchanges gradients. One name for one thing on both engines."""
+    """How the engine exchanges gradients. One name for one thing on both engines.
+
+    Horovod's own settings are its environment variables, such as HOROVOD_CYCLE_TIME, HOROVOD_CACHE_CAPACITY and
+    HOROVOD_AUTOTUNE; those of DistributedDataParallel a program passes on: `Trainer(options,
+    ddp_kwargs={"static_graph": True})`.
+    """
 
     backend: Annotated[Literal["horovod", "ddp", "single", "data-parallel"], COMMON] = "horovod"
     """the engine that exchanges gradients: Horovod, native PyTorch DDP, or none in one process; to compare with,
@@ -49,24 +54,6 @@ class EngineOptions:
     transport: Literal["auto", "gloo", "nccl", "xccl", "mpi"] = "auto"
     """the library that moves the bytes: auto is nccl on GPUs (Intel's: xccl) and gloo on CPUs; gloo, nccl and xccl
     are ddp only; mpi is horovod only, and quicker than gloo on CPUs (needs mpirun and a Horovod built with MPI)"""
-    static_graph: bool = False
-    """ddp only: promise that every step uses the same parameters in the same order"""
-    bucket_views: bool = True
-    """ddp only: let gradients be parts of the buckets, so that they need not be copied"""
-    powersgd_rank: Annotated[int, Ge(1)] = 1
-    """ddp only: rank of the approximation in powersgd compression"""
-    adasum: bool = False
-    """horovod only: combine gradients by Adasum instead of averaging (needs Horovod built with MPI)"""
-    num_groups: Annotated[int | None, Ge(0)] = None
-    """horovod only: allreduce the gradients in this many groups instead of by bucket_mb"""
-    autotune: bool = False
-    """horovod only: let Horovod tune its own fusion and cycle time while training"""
-    cache_capacity: Annotated[int | None, Ge(0)] = None
-    """horovod only: how many exchanges it remembers, so that the ranks need not agree on each again (its own
-    default: 1024; 0: none)"""
-    cycle_time_ms: Annotated[float | None, Gt(0)] = None
-    """horovod only: let its background thread look for work once in so many ms (default: when there is some, if
-    install-horovod has built it, else every ms)"""
 
 
 @dataclass(frozen=True)
@@ -109,8 +96,6 @@ class TrainOptions:
     """on GPUs: multiply float32 matrices in TF32, faster and with 10 bits of mantissa"""
     channels_last: bool = False
     """keep the weights of convolutions channels last, which GPUs compute faster with bf16, fp16 and TF32"""
-    cudnn_benchmark: bool = False
-    """on GPUs: try cuDNN's ways to compute a convolution, once for each shape, and keep the quickest"""
     seed: Annotated[int, Ge(0), COMMON] = 0
     """seed of weights, data order and dropout"""
     workers: Annotated[int | None, Ge(0)] = None
@@ -173,9 +158,7 @@ class ParallelOptions:
     """micro-batches that a batch is cut into, so that all stages or devices work at once (1: one after the other);
     None: as many as there are stages or devices"""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
-    """in which order a stage works on its micro-batches"""
-    parts_per_stage: Annotated[int | None, Ge(1)] = None
-    """parts of the model that each stage has; None: 2 for the interleaved schedule, and 1 for the others"""
+    """in which order a stage works on its micro-batches; with interleaved it has two parts of the model"""
     balance: str = "time"
     """where the model is cut: by the time that its blocks take, which is measured at the start, by their bytes, or
     by hand: the number of blocks in each part, such as 3,2"""
@@ -208,7 +191,7 @@ class ParallelOptions:
     @property
     def parts_of_each(self) -> int:
         """Return the number of parts of the model that each stage has."""
-        return self.parts_per_stage or (2 if self.schedule == "interleaved" else 1)
+        return 2 if self.schedule == "interleaved" else 1
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Options:
     """nccl: GPU collectives by PyTorch's NCCL; none: CPU only; auto: nccl where there is a GPU for it."""
 
     mpi: bool = False
-    """Add MPI: mpirun as Horovod's own controller, and Adasum."""
+    """Add MPI: mpirun as Horovod's own controller."""
 
     wheel_dir: Path = field(default_factory=default_wheel_dir)
     """Where built wheels and logs are kept."""

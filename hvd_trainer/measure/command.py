@@ -122,7 +122,7 @@ def option_values(job: Sequence[str], option: str) -> list[str]:
 
 def launcher_of(engine: str, job: Sequence[str]) -> str:
     """Return the program that starts a Trainer job on an engine: mpirun for a Horovod that is to use MPI."""
-    on_mpi = option_values(job, "--transport")[-1:] == ["mpi"] or "--adasum" in job
+    on_mpi = option_values(job, "--transport")[-1:] == ["mpi"]
     return "mpirun" if engine == "horovod" and on_mpi else LAUNCHER_OF[engine]
 
 

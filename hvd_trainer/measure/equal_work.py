@@ -32,7 +32,6 @@ ASPECTS = (
     Aspect("precision", "precision"),
     Aspect("tf32", "TF32"),
     Aspect("channels_last", "channels last"),
-    Aspect("cudnn_benchmark", "cuDNN's benchmark"),
     Aspect("skipped_steps", "skipped steps", across=False),
     Aspect("model", "model"),
     Aspect("parameters", "parameters"),

@@ -41,7 +41,6 @@ class ScriptSteps(ScriptListener):
             "device": "cpu" if accelerator.is_host(device) else accelerator.name(device),
             "threads": torch.get_num_threads(),
             "parameters": sum(tensor.numel() for tensor in self._parameters),
-            "parameter_tensors": len(self._parameters),
             "uses_hvd": _hvd() is not None,
         }
         self._recorder.begin(device)

@@ -18,11 +18,7 @@ from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural
 
-KERNELS = {
-    "tf32": "TF32",
-    "channels_last": "channels last",
-    "cudnn_benchmark": "cuDNN's quickest",
-}
+KERNELS = {"tf32": "TF32", "channels_last": "channels last"}
 """Options on how a device computes, and the words for them in the start-up summary."""
 
 
@@ -143,7 +139,6 @@ def facts(run: RunView) -> dict[str, Any]:
         "test_samples": None if test is None else test.num_samples,
         "model": type(run.model).__name__,
         "parameters": sum(p.numel() for p in parameters),
-        "parameter_tensors": len(parameters),
         "reads_options": are_typed(run.options),
         "python": platform.python_version(),
         "torch": torch.__version__,

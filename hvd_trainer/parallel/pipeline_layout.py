@@ -270,8 +270,7 @@ def refuse_missing_blocks(model: nn.Module, parts: Sequence[Partition]) -> None:
     if any(p.is_meta for part in parts for number in part.blocks for p in blocks[number].parameters()):
         raise OptionError(
             "An earlier training of this process has cut this model elsewhere, and this rank no longer has all of "
-            "its part: train with the same --stages, --balance and --parts-per-stage, or build model and "
-            "optimizer anew"
+            "its part: train with the same --stages, --balance and --schedule, or build model and optimizer again"
         )
 
 

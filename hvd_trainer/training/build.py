@@ -36,8 +36,8 @@ from hvd_trainer.optim.reproducible import ReproducibleStep
 from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.pipeline_layout import make_layout
-from hvd_trainer.training.kernels import check_kernels
 from hvd_trainer.training.run import TrainingRun
+from hvd_trainer.utils import accelerator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,6 @@ def build_run(
     stop_condition = StopCondition.parse(options.train.until)
     splits = ("train",) if inputs.test_data is None else ("train", "test")
     stop_condition.check([f"{split}_{name}" for split in splits for name in ("loss", *inputs.metrics)])
-    if inputs.weight is not None and options.engine.adasum:
-        raise OptionError("--adasum combines whole updates, and weight= weighs gradients: leave one out")
     with ExitStack() as resources:  # closes what is open if a later part cannot be built
         builder = _RunBuilder(inputs, options, backend, message, resources)
         return builder.build(stop_condition, requeue, snapshot)
@@ -183,7 +181,8 @@ class _RunBuilder:
     def _build_step(self, train_loader: Loader, *, needs_norm: bool) -> TrainStep:
         """Connect the model to the engine, and return the step that trains it. A collective."""
         train, inputs, backend = self._options.train, self._inputs, self._backend
-        check_kernels(train, backend.device)
+        if train.tf32 and accelerator.is_host(backend.device):
+            raise OptionError("--tf32 is for GPUs, and this rank trains on CPU: leave it out")
         if train.channels_last:
             inputs.model.to(memory_format=torch.channels_last)
         self._layout.compile(inputs.model)

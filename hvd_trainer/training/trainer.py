@@ -37,8 +37,7 @@ from hvd_trainer.optim.reproducible import set_cublas_workspace
 from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.grid import check_stages, make_grid
 from hvd_trainer.training.build import FitInputs, build_run
-from hvd_trainer.training.garbage import freeze_objects
-from hvd_trainer.training.loop import TrainingLoop
+from hvd_trainer.training.loop import TrainingLoop, freeze_objects
 
 logger = logging.getLogger(__name__)
 _FITS = itertools.count()
@@ -62,6 +61,11 @@ class Trainer:
         with Trainer(options) as trainer:
             trainer.fit(model, optimizer, loss, train_data, test_data)
 
+    Args:
+        options: all options.
+        ddp_kwargs: further arguments of `DistributedDataParallel`, such as `{"static_graph": True}`, where it
+            exchanges the gradients: on --backend ddp, without --stages, --shard full and --reproducible.
+
     Attributes:
         options: all options.
         backend: the engine, started on entry.
@@ -70,7 +74,9 @@ class Trainer:
         OptionError, BackendError, LaunchError, DataError: see these; on entry and in `fit`.
     """
 
-    def __init__(self, options: TrainerOptions | None = None) -> None:
+    def __init__(
+        self, options: TrainerOptions | None = None, *, ddp_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         self.options = as_asked(options or TrainerOptions(), os.environ)
         self._message = Message.read(os.environ)
         check(self.options)
@@ -81,6 +87,7 @@ class Trainer:
             self.options.engine,
             grouping=self._replica_grouping(),
             devices=parallel.devices or parallel.devices_per_rank,
+            ddp_kwargs=ddp_kwargs,
         )
         check_stages(parallel.stages, self.world.size)
         self._requeue = Requeue(self.options.save.requeue, self.backend.session.slurm_job.job_id)

@@ -149,33 +149,21 @@ def on_stream(stream: Any) -> Iterator[None]:
 # How it computes.
 
 
-def has_cudnn(device: torch.device) -> bool:
-    """Return True if convolutions are computed by cuDNN, or MIOpen on AMD's GPUs."""
-    return device.type == "cuda" and bool(torch.backends.cudnn.is_available())
-
-
 @contextmanager
-def fast_kernels(*, tf32: bool, cudnn_benchmark: bool) -> Iterator[None]:
-    """Set how kernels are chosen, for the whole process, inside the context; nothing if both are False.
+def tf32() -> Iterator[None]:
+    """Multiply float32 matrices with 10 bits of mantissa inside the context, in the whole process.
 
-    Args:
-        tf32: multiply float32 matrices with 10 bits of mantissa. (Convolutions do so by default.)
-        cudnn_benchmark: time cuDNN's algorithms for a convolution, once for each shape, and use the fastest.
+    Convolutions do so by default.
     """
-    benchmark = torch.backends.cudnn.benchmark
     with warnings.catch_warnings():
         # Not the newer `matmul.fp32_precision`: once it is set, torch.compile fails where it reads this one.
         warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
-        precision = torch.get_float32_matmul_precision() if tf32 else None
-        if tf32:
-            torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.benchmark = benchmark or cudnn_benchmark
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = benchmark
-        if precision is not None:
-            torch.set_float32_matmul_precision(precision)
+        torch.set_float32_matmul_precision(precision)
 
 
 # Memory, in bytes.

@@ -112,7 +112,6 @@ def by_hand(args: argparse.Namespace, words: list[str], device: torch.device) ->
     model, steps = model_of(args.model), Steps(device, args.block)
     images, labels, batch = images_for(args.model, steps.total, device)
     layout = torch.channels_last if "--channels-last" in words else torch.contiguous_format
-    torch.backends.cudnn.benchmark = "--cudnn-benchmark" in words
     model.to(device, memory_format=layout)
     half = torch.autocast(device.type, torch.bfloat16, enabled="bf16" in words)
     optimizer = optimizer_of(model, device)

@@ -7,7 +7,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 ONE_RANK = {
     "compiled into CUDA graphs": "--backend single --compile --compile-mode reduce-overhead",
-    "TF32, channels last, cuDNN's benchmark": "--backend single --tf32 --channels-last --cudnn-benchmark",
+    "TF32, channels last": "--backend single --tf32 --channels-last",
     "a GPU and the CPU": "--backend single --devices {device}:0 cpu --chunks 2",
     "loader processes": "--backend ddp --workers 2",
 }
@@ -41,7 +41,6 @@ NCCL = {
     "compiled": "--compile",
 }
 NCCL_OF_ONE = {
-    "horovod": {"groups": "--num-groups 2"},
     "ddp": {"PowerSGD": "--compression powersgd"},
 }
 PRETEND = {
@@ -79,12 +78,11 @@ RESNET = {
     "plain": "",
     "channels last": "--channels-last",
     "channels last, compiled": "--channels-last --compile",
-    "channels last, cuDNN's benchmark": "--channels-last --cudnn-benchmark",
 }
 """Each beside a raw loop with the same."""
 
 
-GPUS_ONLY = {"--cudnn-benchmark", "--tf32"}
+GPUS_ONLY = {"--tf32"}
 
 
 def needs_in(text: str) -> tuple[str, ...]:

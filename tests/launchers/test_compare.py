@@ -183,10 +183,12 @@ def test_compare_ends_the_running_job_on_ctrl_c(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_search_names_a_job_that_does_not_run(tmp_path: Path) -> None:
-    search = command(tmp_path, "--search", "--run-s", "0.1", "--backend", "ddp", job=[*DIGITS, "--adasum"])
+    search = command(
+        tmp_path, "--search", "--run-s", "0.1", "--backend", "ddp", job=[*DIGITS, "--transport", "mpi"]
+    )
     result = launch("python", 1, search, check=False)
     assert result.returncode == 2
-    assert "The job does not run as it is, on ddp: failed, --adasum with --backend ddp" in result.stderr
+    assert "The job does not run as it is, on ddp: failed, --transport mpi with --backend ddp" in result.stderr
 
 
 SLOW_DISK = """

@@ -553,12 +553,7 @@ def test_contract(backend: str, launcher: str, size: int, name: str) -> None:
     [
         ("horovod", {"compression": "powersgd"}, ["--compression powersgd", "--backend ddp"]),
         ("horovod", {"transport": "gloo"}, ["--transport gloo", "--backend ddp"]),
-        ("horovod", {"static_graph": True}, ["--static-graph", "--backend ddp"]),
-        ("ddp", {"adasum": True}, ["--adasum", "--backend horovod"]),
         ("ddp", {"transport": "mpi"}, ["--transport mpi", "--backend horovod"]),
-        ("ddp", {"autotune": True}, ["--autotune", "--backend horovod"]),
-        ("ddp", {"num_groups": 2}, ["--num-groups 2", "--backend horovod"]),
-        ("ddp", {"cycle_time_ms": 2.0, "adasum": True}, ["--cycle-time-ms", "--adasum"]),
         ("single", {"compression": "fp16"}, ["--compression fp16", "leave it out"]),
         ("mpi", {}, ["'mpi'", "horovod, ddp, single"]),
     ],
@@ -567,6 +562,12 @@ def test_unsupported_options_are_refused(backend: str, options: dict[str, object
     message = refuses(backend, **options)
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize("name", ["statics_graph", "find_unused_parameters"])
+def test_arguments_that_ddp_lacks_or_options_set_are_refused(name: str) -> None:
+    with pytest.raises(OptionError, match=f"ddp_kwargs has {name}, .*It may have: .*static_graph"):
+        backends.create(EngineOptions(backend="ddp"), ddp_kwargs={name: True})
 
 
 def send_more_than_an_int_counts(name: str) -> tuple[int, int]:

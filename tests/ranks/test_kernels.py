@@ -1,4 +1,4 @@
-"""Options for kernels: channels last, TF32, cuDNN's benchmark, fused updates."""
+"""Options for kernels: channels last, TF32, fused updates."""
 
 from __future__ import annotations
 
@@ -78,17 +78,9 @@ def test_channels_last_weights_are_saved_and_restored(tmp_path: Path) -> None:
 # What cannot be is said: what options say of each other is in test_config.py.
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"tf32": True}, "--tf32 is for GPUs, and this rank trains on CPU: leave it out"),
-        ({"cudnn_benchmark": True}, "--cudnn-benchmark needs cuDNN, and CPU has none: leave it out"),
-    ],
-)
-def test_gpu_options_are_refused_on_a_cpu(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(OptionError) as caught:
-        fit(options_of(device="cpu", **options), nn.Linear(6, 2), signs(4))
-    assert words in str(caught.value)
+def test_tf32_is_refused_on_a_cpu() -> None:
+    with pytest.raises(OptionError, match="--tf32 is for GPUs, and this rank trains on CPU: leave it out"):
+        fit(options_of(device="cpu", tf32=True), nn.Linear(6, 2), signs(4))
 
 
 @pytest.mark.parametrize(
@@ -110,19 +102,13 @@ def test_unused_accelerator_is_named(
 # What is set for the whole process is set back.
 
 
-def test_fast_kernels_restores_settings() -> None:
-    def now() -> tuple[str, bool]:
-        return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
-
+def test_tf32_restores_the_setting() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        before = now()
-        with accelerator.fast_kernels(tf32=True, cudnn_benchmark=True):
-            assert now() == ("high", True)
+        with accelerator.tf32():
+            assert torch.get_float32_matmul_precision() == "high"
             assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-        assert now() == before == ("highest", False)
-        with accelerator.fast_kernels(tf32=False, cudnn_benchmark=False):
-            assert now() == before
+        assert torch.get_float32_matmul_precision() == "highest"
 
 
 # One kernel for an update, where that is quicker.

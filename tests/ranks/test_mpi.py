@@ -1,4 +1,4 @@
-"""`--transport mpi` and `--adasum`: a Horovod that is really built with MPI, under Open MPI's mpirun."""
+"""`--transport mpi`: a Horovod that is really built with MPI, under Open MPI's mpirun."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_four_ranks_train_the_same_bits_where_they_are_reproducible(
     assert weights(tmp_path / "mpi") == weights(tmp_path / "ddp")
 
 
-@pytest.mark.parametrize("options", ["--transport mpi --stages 2", "--transport mpi --precision bf16", "--adasum"])
+@pytest.mark.parametrize("options", ["--transport mpi --stages 2", "--transport mpi --precision bf16"])
 def test_other_trainings_end(on_mpi: dict[str, str], options: str) -> None:
     said = run(on_mpi, 4, *options.split()).stdout
     assert "on MPI" in said
@@ -96,7 +96,6 @@ def test_compare_starts_it_by_mpirun(on_mpi: dict[str, str], tmp_path: Path) -> 
             "--transport=mpi",
             ("(here: yes)", "(here: torchrun)", "Type: mpirun -np 2 python"),
         ),
-        ("on_mpi", "torchrun", "--adasum", ("--adasum needs", "python ... --adasum")),
     ],
 )
 def test_without_mpi_the_error_says_what_to_type(

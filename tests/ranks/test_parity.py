@@ -114,26 +114,29 @@ def test_ranks_train_the_weights_of_one_process(backend: str, size: int) -> None
             assert relative_difference(weights[name], alone[name]) < 1e-5, name
 
 
-def train_with(options: TrainerOptions) -> tuple[int, tuple[int, dict[str, Tensor]]]:
+def train_with(
+    options: TrainerOptions, ddp_kwargs: dict[str, Any] | None = None
+) -> tuple[int, tuple[int, dict[str, Tensor]]]:
     """Return the number of CPU threads while training, and the final weights of the second set-up above."""
-    with Trainer(options) as trainer:
+    with Trainer(options, ddp_kwargs=ddp_kwargs) as trainer:
         model = small_net()
         trainer.fit(model, adamw(model), nn.functional.cross_entropy, data((16,)))
         return trainer.world.rank, (torch.get_num_threads(), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("backend", "ddp_kwargs", "variables"),
     [
-        {"backend": "ddp", "bucket_views": False},
-        pytest.param({"backend": "horovod", "cache_capacity": 0}, marks=requires("horovod")),
+        case("ddp", {"gradient_as_bucket_view": False}, {}, name="ddp"),
+        case("horovod", None, {"HOROVOD_CACHE_CAPACITY": "0"}, name="horovod"),
     ],
-    ids=["ddp", "horovod"],
 )
-def test_speed_options_change_no_bit(options: dict[str, Any]) -> None:
-    wanted = options_of(**options, **LENGTH, workers=1, prefetch=4)
-    results = run_ranks(train_with, num_processes=2, args=(wanted,))
-    for (_, weights), usual in zip(results, final_weights(options["backend"], 2), strict=True):
+def test_speed_options_change_no_bit(
+    backend: str, ddp_kwargs: dict[str, Any] | None, variables: dict[str, str]
+) -> None:
+    wanted = options_of(backend, **LENGTH, workers=1, prefetch=4)
+    results = run_ranks(train_with, num_processes=2, args=(wanted, ddp_kwargs), env=variables)
+    for (_, weights), usual in zip(results, final_weights(backend, 2), strict=True):
         for key, tensor in usual["adamw"].items():
             assert torch.equal(weights[key], tensor), key
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from trainings import fit, options_of
 
-from hvd_trainer import Callback, OptionError, TensorData, Trainer, detect
+from hvd_trainer import Callback, OptionError, TensorData, detect
 from hvd_trainer.data import DataShard
 from hvd_trainer.data.shard import epoch_order
 
@@ -172,9 +172,7 @@ WAYS: dict[int, dict[str, dict[str, Any]]] = {
     },
 }
 ONE_ENGINE: dict[str, dict[str, dict[str, Any]]] = {
-    "single": {},
-    "ddp": {"sharded": {"shard": "full", "accumulate": 2}, "gradients copied": {"bucket_views": False}},
-    "horovod": {"in groups": {"num_groups": 2}},
+    "ddp": {"sharded": {"shard": "full", "accumulate": 2}},
 }
 CASES = [
     *(case("single", 1, name) for name in WAYS[1]),
@@ -184,7 +182,7 @@ CASES = [
 
 
 def ways_of(backend: str, size: int) -> dict[str, dict[str, Any]]:
-    return WAYS[size] | (ONE_ENGINE[backend] if size == 2 else {})
+    return WAYS[size] | (ONE_ENGINE.get(backend, {}) if size == 2 else {})
 
 
 def train_all(backend: str, size: int) -> tuple[int, dict[str, Any]]:
@@ -264,15 +262,6 @@ def test_value_that_is_no_weight_is_refused(weight: Any, words: str) -> None:
     with pytest.raises(OptionError) as caught:
         lone(weight)
     assert words in str(caught.value)
-
-
-def test_adasum_is_refused() -> None:
-    """Before anything of the engine is asked for, which has no Adasum here."""
-    its = model()
-    with Trainer(options_of()) as trainer:
-        trainer.options = options_of("horovod", adasum=True)
-        with pytest.raises(OptionError, match="--adasum combines whole updates, and weight= weighs gradients"):
-            trainer.fit(its, sgd(its), loss, TensorData(*texts(NUM)), weight=words_in)
 
 
 def train_with_one_bad_weight(backend: str, folder: str) -> None:

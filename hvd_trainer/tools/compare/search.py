@@ -159,7 +159,7 @@ class Search:
             self._say(f"adopted: {winner.label}")
             self.result.settings = winner.after(self.result.settings)
             hopeless |= {tried.label for tried in self.result.tried if tried.standing.verdict == "no faster"}
-            decided |= {winner.option, *winner.with_it}
+            decided.add(winner.option)
 
     def _race_lossy(self) -> None:
         """Measure the options that round gradients, and leave it to the user to adopt them."""

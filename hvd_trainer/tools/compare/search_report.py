@@ -22,7 +22,7 @@ from hvd_trainer.tools.compare.settings import GROUPS, as_words, describe
 from hvd_trainer.tools.compare.settings_runner import SearchJob
 from hvd_trainer.utils.text import COMMAND, plural
 
-REORDERS = {"threads", "bucket_mb", "num_groups", "autotune"}
+REORDERS = {"threads", "bucket_mb"}
 """Options that change the order of sums."""
 
 
@@ -84,8 +84,6 @@ def verdict(backend: str, result: SearchResult) -> Verdict:
     if not result.settings or gain is None:
         return Verdict(f"{backend}: nothing is faster than the job as it is, for certain.", "unsure", offers)
     details = []
-    if "static_graph" in result.settings:
-        details.append("--static-graph promises that every step uses the same parameters: leave it out if not.")
     if REORDERS & set(result.settings):
         details.append("It adds in another order, so that the last bits of the numbers may be others.")
     text = (
@@ -170,9 +168,8 @@ def as_yaml(
     said = [f"Found by: {command}", f"On: {as_text(machine)}"]
     concluded = verdict(backend, result)
     said += [*notes(backend, result), concluded.text, *concluded.details]
-    settings = {name: value for name, value in result.settings.items() if value is not None}
     lines = [f"# {line}\n" for line in said]
-    return "".join(lines) + yaml.safe_dump({**own, "backend": backend, **settings}, sort_keys=False)
+    return "".join(lines) + yaml.safe_dump({**own, "backend": backend, **result.settings}, sort_keys=False)
 
 
 def data_of(results: Mapping[str, SearchResult], machine: Mapping[str, Any], job: Sequence[str]) -> dict[str, Any]:

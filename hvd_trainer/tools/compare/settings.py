@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvd_trainer.config.parser import as_arguments
@@ -20,12 +20,6 @@ BUCKETS_MB = (1, 4, 12, 25, 64, 128)
 CYCLES_MS = (1, 5)
 MAX_WORKERS = 4
 PREFETCH = (4, 8)
-GROUP_NUMBERS = (1, 2, 4)
-CACHE_CAPACITY = 1024
-"""Exchanges that Horovod remembers by default."""
-AUTOTUNE_STEPS = 300
-"""Steps in which Horovod's autotune searches: 3 + 20 samples of 10 steps, and more where steps have several
-exchanges."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +30,6 @@ class Change:
     option: str
     """its name in YAML"""
     value: Any
-    with_it: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """further options that change with it, and their values"""
 
     @property
     def label(self) -> str:
@@ -46,17 +38,12 @@ class Change:
 
     def after(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings with this change."""
-        return {**settings, **self.with_it, self.option: self.value}
-
-
-def settling_steps(settings: Mapping[str, Any]) -> int:
-    """Return how many steps beside the warm-up do not count."""
-    return AUTOTUNE_STEPS if settings.get("autotune") else 0
+        return {**settings, self.option: self.value}
 
 
 def as_words(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as arguments; without those that are None."""
-    return [word for name, value in settings.items() if value is not None for word in as_arguments(name, value)]
+    """Return settings as arguments."""
+    return [word for name, value in settings.items() for word in as_arguments(name, value)]
 
 
 def describe(settings: Mapping[str, Any]) -> str:
@@ -101,25 +88,7 @@ def _data(backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any]) -
 
 
 def _exchange(backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield changes of the exchange."""
-    if settings.get("num_groups") is None:
-        yield from _bucket_sizes("bucket_mb", settings.get("bucket_mb", facts["bucket_mb"]), facts)
-    else:
-        yield from (Change("exchange", "bucket_mb", size, {"num_groups": None}) for size in BUCKETS_MB)
-    if backend == "ddp":
-        if not settings.get("static_graph"):
-            yield Change("exchange", "static_graph", True)
-        if settings.get("bucket_views", True):
-            yield Change("exchange", "bucket_views", False)
-        return
-    for number in GROUP_NUMBERS:
-        if number != settings.get("num_groups") and number <= facts["parameter_tensors"]:
-            yield Change("exchange", "num_groups", number)
-    yield from _cycle_times(settings)
-    if facts["parameter_tensors"] > CACHE_CAPACITY and "cache_capacity" not in settings:
-        yield Change("exchange", "cache_capacity", 2 ** facts["parameter_tensors"].bit_length())
-    if not settings:  # it takes over what the others set
-        yield Change("exchange", "autotune", True)
+    yield from _bucket_sizes("bucket_mb", settings.get("bucket_mb", facts["bucket_mb"]), facts)
 
 
 def _compression(backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Change]:
@@ -134,7 +103,8 @@ def _script_exchange(backend: str, facts: Mapping[str, Any], settings: Mapping[s
     option, default = ("fusion_threshold_mb", 64) if facts["uses_hvd"] else ("bucket_mb", 25)
     yield from _bucket_sizes(option, default, facts)
     if backend == "horovod" or facts["uses_hvd"]:
-        yield from _cycle_times(settings)
+        now = settings.get("cycle_time_ms")
+        yield from (Change("exchange", "cycle_time_ms", number) for number in CYCLES_MS if number != now)
 
 
 def _bucket_sizes(option: str, now: float, facts: Mapping[str, Any]) -> Iterator[Change]:
@@ -142,12 +112,6 @@ def _bucket_sizes(option: str, now: float, facts: Mapping[str, Any]) -> Iterator
     all_mb = 4 * facts["parameters"] / 2**20
     sizes = {min(size, all_mb): size for size in reversed(BUCKETS_MB)}  # of equal ones, the smallest
     yield from (Change("exchange", option, sizes[size]) for size in sorted(sizes) if size != min(now, all_mb))
-
-
-def _cycle_times(settings: Mapping[str, Any]) -> Iterator[Change]:
-    for milliseconds in CYCLES_MS:
-        if milliseconds != settings.get("cycle_time_ms"):
-            yield Change("exchange", "cycle_time_ms", milliseconds)
 
 
 _SCRIPT_MAKERS = {"threads": _threads, "exchange": _script_exchange}

@@ -18,14 +18,14 @@ from hvd_trainer.measure.stale import digest_of_files
 from hvd_trainer.measure.trials import RunRecord, TrialRunner, key_of
 from hvd_trainer.tools.compare.options import CompareOptions
 from hvd_trainer.tools.compare.search import Search, SearchResult, Speed
-from hvd_trainer.tools.compare.settings import as_words, settling_steps
+from hvd_trainer.tools.compare.settings import as_words
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural
 
 MIN_STEPS, MAX_STEPS = 20, 2000
 """Bounds of the counted steps of a run."""
 FACTS: Mapping[str, Any] = {
-    **dict.fromkeys(("world_size", "threads", "workers", "parameters", "parameter_tensors"), int),
+    **dict.fromkeys(("world_size", "threads", "workers", "parameters"), int),
     **{
         "on_trainer": bool,
         "reads_options": bool,
@@ -38,7 +38,7 @@ FACTS: Mapping[str, Any] = {
 }
 """The facts of a job on the Trainer that the search needs, and their types."""
 SCRIPT_FACTS: Mapping[str, Any] = {
-    **dict.fromkeys(("world_size", "threads", "parameters", "parameter_tensors"), int),
+    **dict.fromkeys(("world_size", "threads", "parameters"), int),
     **{"on_trainer": bool, "device": str, "uses_hvd": bool},
 }
 """The facts of a script that the search needs, and their types."""
@@ -122,7 +122,7 @@ class SettingsRunner:
         return Speed(run.figures.get("samples_per_s", 1 / run.figures["step_s"]), run.go) if has_speed else None
 
     def _run(self, settings: Mapping[str, Any]) -> RunRecord:
-        warm_up, job = self.options.warmup_steps + settling_steps(settings), self.job
+        warm_up, job = self.options.warmup_steps, self.job
         left_out = settings.get("leave_out")
         changed = {name: value for name, value in settings.items() if name != "leave_out"}
         trial = MeasuredTrial(

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_trainer import EngineOptions, OptionError, backends
+from hvd_trainer import EngineOptions, backends
 from hvd_trainer.backends import horovod
+from hvd_trainer.backends.horovod_start import WAKE_ON_ENQUEUE
 from hvd_trainer.errors import BackendError
 
 
@@ -34,10 +35,18 @@ def test_bfloat16_needs_a_patched_horovod(patch_set: int, monkeypatch: pytest.Mo
                 check(its, **options)
 
 
-def test_adasum_refuses_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(horovod, "patch_set", lambda: horovod.MIN_PATCH_SET_BFLOAT16)
-    with pytest.raises(OptionError, match="--adasum combines fp16, fp32 and fp64 only"):
-        check(nn.Linear(2, 2).bfloat16(), adasum=True)
+def test_autotune_is_given_what_it_tunes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves alone what is set; the sizes of messages and the cycle were."""
+
+    def settings(**environ: str) -> dict[str, str]:
+        backend = backends.create(EngineOptions(backend="horovod"), environ)
+        assert isinstance(backend, horovod.HorovodBackend)
+        return backend._tuning()
+
+    monkeypatch.setattr(horovod, "patch_set", lambda: horovod.MIN_PATCH_SET_WAKE)
+    assert settings() == settings(HOROVOD_AUTOTUNE="0") == {"HOROVOD_FUSION_THRESHOLD": "0", **WAKE_ON_ENQUEUE}
+    assert settings(HOROVOD_AUTOTUNE="1") == {}
+    assert settings(HOROVOD_CYCLE_TIME="5") == {"HOROVOD_FUSION_THRESHOLD": "0"}
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.float8_e4m3fn])
