@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from tqdm import tqdm
 
 from hvd_trainer.horovod_build.build_plan import VERSION, BuildPlan
 from hvd_trainer.horovod_build.errors import InstallError, explain
@@ -29,9 +25,6 @@ SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef
 BUILD_TOOLS = ("cmake>=3.26,<4", "setuptools>=70.1,<81", "wheel", "patch-ng>=1.19,<2")
 # From SIGTERM to SIGKILL.
 TERMINATION_GRACE_S = 20
-PROGRESS_POLL_S = 0.5
-PROGRESS = re.compile(rb"\[ *(\d+)%\] (?:Building|Linking)")
-"""How far the compilation is, as CMake prints it."""
 SOURCE_ONLY = ("--no-deps", "--no-build-isolation", "--use-pep517")
 
 
@@ -75,14 +68,11 @@ class BuildSteps:
         out = self.folder / "wheel"
         variables = {"HOROVOD_CMAKE": str(self.tools / "cmake/data/bin/cmake"), **options}
         words = ("--verbose", "--no-index", "--no-cache-dir", "--wheel-dir", str(out), str(source))
-        self._pip("Horovod must be compiled.", "wheel", *SOURCE_ONLY, *words, variables=variables, is_build=True)
+        self._pip("Horovod must be compiled.", "wheel", *SOURCE_ONLY, *words, variables=variables)
         return next(out.glob("horovod-*.whl"))
 
-    def _pip(
-        self, asked: str, *words: str, variables: Mapping[str, str] | None = None, is_build: bool = False
-    ) -> None:
-        environment = {**self.environment(), **(variables or {})}
-        run_logged(asked, pip(*words), self.log, environment, is_build=is_build)
+    def _pip(self, asked: str, *words: str, variables: Mapping[str, str] | None = None) -> None:
+        run_logged(asked, pip(*words), self.log, {**self.environment(), **(variables or {})})
 
 
 def pip(*words: str) -> list[str]:
@@ -147,12 +137,8 @@ def run_logged(
     log: Path,
     environment: Mapping[str, str],
     timeout_s: float | None = None,
-    *,
-    is_build: bool = False,
 ) -> None:
     """Run one step with its output appended to `log`, and end its processes with it.
-
-    A step that `is_build` shows its progress, and has no time limit.
 
     Raises:
         InstallError: it failed or did not end in time; `asked` begins the message.
@@ -172,26 +158,13 @@ def run_logged(
             )
             cleanup.callback(_terminate, process)
         try:
-            status = _wait_with_progress(process, log, since) if is_build else process.wait(timeout_s)
+            status = process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             raise InstallError(
                 asked, f"no end after {error.timeout:.0f} s", f"look at the log: {log}", log
             ) from error
     if status != 0:
         raise explain(asked, log, since)
-
-
-def _wait_with_progress(process: subprocess.Popen[bytes], log: Path, since: int) -> int:
-    """Wait for a build and return its exit code; show a bar with the time left if stderr is a terminal."""
-    with tqdm(total=100, desc="compiling", unit="%", disable=None, leave=False) as bar:
-        while process.poll() is None:
-            # The lines of the log are long; all of them together have a few megabytes.
-            with log.open("rb") as file:
-                file.seek(since)
-                found = PROGRESS.findall(file.read())
-            bar.update(max(map(int, found), default=0) - bar.n)
-            time.sleep(PROGRESS_POLL_S)
-    return process.returncode
 
 
 @contextlib.contextmanager

@@ -42,26 +42,10 @@ CAUSES = (
         "check the network and `pip config list`, then run the same command again",
     ),
     (
-        r"No matching distribution found|Could not find a version",
-        "the package index that pip is set to does not have it",
-        "check the package index that pip is set to: pip config list",
-    ),
-    (
         r"Killed signal terminated program|out of memory allocating|virtual memory exhausted",
         "the compiler ran out of memory",
         f"{INSTALL_HOROVOD} --jobs 1",
     ),
-    (
-        r"externally-managed-environment",
-        "this Python belongs to the system, which does not let pip install into it",
-        "python3 -m venv .venv, install hvd_trainer there and use its python",
-    ),
-    (
-        r"Errno 13\b|Permission denied",
-        "a folder is not writable",
-        "use a virtual environment of your own, or --wheel-dir FOLDER that you may write to",
-    ),
-    (r"No module named pip\b", "this Python has no pip", "python -m ensurepip --upgrade"),
 )
 
 

@@ -1,7 +1,7 @@
 """Encode the messages between Horovod's elastic launcher and its workers as JSON instead of pickle.
 
 The installer copies this file into the Horovod that it builds, as horovod/runner/elastic/messages.py, and
-patches/12-elastic-json-messages.patch makes sender and receivers use it. Unpickling runs what the sender chose,
+patches/02-protects.patch makes sender and receivers use it. Unpickling runs what the sender chose,
 and the launcher's HTTP server takes a PUT from any host (CVE-2024-10190); JSON yields text, numbers and lists
 only, and any other shape than the expected one is refused.
 

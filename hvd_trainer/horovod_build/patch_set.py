@@ -1,7 +1,8 @@
 """Apply the patches of this folder to Horovod 0.28.1's published source.
 
-Each file of patches/ is a unified diff for one purpose, with its reason on top (DEP-3). They are applied in the
-order of their names, each to the result of those before it; quilt, Debian's tool, can edit such a series.
+Each file of patches/ is a unified diff for one purpose, with its reasons and the files of each on top (DEP-3). They are
+applied in the order of their names, each to the result of those before it; quilt, Debian's tool, can edit such a
+series.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hvd_trainer.errors import UserError
 from hvd_trainer.horovod_build import messages
 
 PATCH_SET = 20
-"""Raise it with every change of a patch or of messages.py: wheels built before then no longer count as current."""
+"""Raise it with every change of what is built: wheels that were built before then no longer count as current."""
 
 PATCHES = Path(__file__).with_name("patches")
 MAX_WARNINGS = 10_000

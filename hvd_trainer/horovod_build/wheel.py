@@ -42,28 +42,23 @@ def cached_wheel(wheel_dir: Path, name: str) -> Path | None:
     folder = wheel_dir / name
     wheel = next(iter(folder.glob("horovod-*.whl")), None)
     for path in (folder, wheel) if wheel is not None else ():
-        require_private(path, f"rm -r {folder}, and the same command again, which builds it anew")
+        require_private(path, f"rm -r {folder}, and the same command again, which builds it again")
     return wheel
 
 
-def require_private(path: Path, remedy: str, *, above: bool = False) -> None:
+def require_private(path: Path, remedy: str) -> None:
     """Refuse a file or folder that other users own or can write to.
-
-    Args:
-        above: whether it is a folder above ours. In a sticky one, such as /tmp, others cannot replace ours; and
-            its group may write, since many users have a group of their own.
 
     Raises:
         InstallError: others than this user and root own it or can write to it.
     """
-    found = path.lstat()
-    others = stat.S_IWOTH if above else stat.S_IWOTH | stat.S_IWGRP
-    if found.st_uid not in (0, os.geteuid()):
-        why = f"{path} belongs to another user (number {found.st_uid})"
-    elif stat.S_ISLNK(found.st_mode):
+    status = path.lstat()
+    if status.st_uid not in (0, os.geteuid()):
+        why = f"{path} belongs to another user (number {status.st_uid})"
+    elif stat.S_ISLNK(status.st_mode):
         why = f"{path} is a link"
-    elif found.st_mode & others and not (above and found.st_mode & stat.S_ISVTX):
-        why = f"other users may write to {path} ({stat.filemode(found.st_mode)})"
+    elif status.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
+        why = f"other users may write to {path} ({stat.filemode(status.st_mode)})"
     else:
         return
     raise InstallError(
@@ -80,9 +75,8 @@ def lock_wheels(wheel_dir: Path) -> Iterator[bool]:
     """
     try:
         wheel_dir.mkdir(OWNER_WRITES, parents=True, exist_ok=True)
-        for folder in (wheel_dir, *wheel_dir.parents):
-            remedy = f"chmod go-w {folder} if it is yours, or --wheel-dir FOLDER that only you may write to"
-            require_private(folder, remedy, above=folder != wheel_dir)
+        remedy = f"chmod go-w {wheel_dir} if it is yours, or --wheel-dir FOLDER that only you may write to"
+        require_private(wheel_dir, remedy)
         lock = (wheel_dir / "lock").open("w")
     except OSError as error:
         raise InstallError(

@@ -424,7 +424,6 @@ def test_own_wheels_are_used_whatever_the_umask(tmp_path: Path) -> None:
     [
         (".", 0o775),
         (".", 0o757),
-        ("..", 0o777),
         (NAME, 0o775),
         (f"{NAME}/horovod-0.28.1.whl", 0o664),
         (f"{NAME}/horovod-0.28.1.whl", 0o646),
@@ -435,12 +434,10 @@ def test_wheel_writable_by_others_is_refused(place: str, mode: int, wheels: Path
     (wheels / place).chmod(mode)
     with pytest.raises(InstallError, match=r"(?s)only you may write.*other users may write to .*type: "):
         cached(wheels)
-    (wheels / place).chmod(0o1777 if place == ".." else 0o755)
-    assert cached(wheels) is not None, "in a sticky folder, such as /tmp, others cannot replace it"
 
 
 @needs_root
-@pytest.mark.parametrize("place", [".", "..", NAME, f"{NAME}/horovod-0.28.1.whl"])
+@pytest.mark.parametrize("place", [".", NAME, f"{NAME}/horovod-0.28.1.whl"])
 def test_wheel_of_another_user_is_refused(place: str, wheels: Path) -> None:
     os.chown(wheels / place, 12345, 12345)
     with pytest.raises(InstallError, match=r"belongs to another user \(number 12345\)"):
