@@ -34,7 +34,7 @@ class NonFiniteError(UserError):
 
 
 class PreemptedError(UserError):
-    """The job was asked to stop by a signal: it has saved, and goes on with --resume auto."""
+    """The job was asked to stop by a signal: it has saved, and resumes with --resume auto."""
 
 
 class PeerError(UserError):

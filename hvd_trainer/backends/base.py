@@ -31,7 +31,7 @@ from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.config.checks import flag, range_errors, refuse, switch
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import LaunchError, PreemptedError, UserError, first_line
-from hvd_trainer.faults.activity import Activity
+from hvd_trainer.faults.activity import EXCHANGE, Activity
 from hvd_trainer.faults.elastic import RescaleError
 from hvd_trainer.launch.world import World
 from hvd_trainer.utils import accelerator
@@ -78,7 +78,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     collectives_class: ClassVar[type[Collectives]]
-    only_for_others: ClassVar[Mapping[str, str]] = {}
+    unsupported_options: ClassVar[Mapping[str, str]] = {}
     """Options that this engine cannot honour, each with the reason and what to do instead."""
 
     def __init__(self, session: Session, *, grouping: ReplicaGrouping | None = None) -> None:
@@ -101,10 +101,10 @@ class Backend(ABC):
         for field in fields(EngineOptions):
             value = getattr(options, field.name)
             for key in (field.name, f"{field.name}={value}"):
-                if value != field.default and key in cls.only_for_others:
+                if value != field.default and key in cls.unsupported_options:
                     on_or_off = isinstance(value, bool)
                     typed = switch(field.name, value) if on_or_off else f"{flag(field.name)} {value}"
-                    mistakes.append(f"{typed} with --backend {cls.name}: {cls.only_for_others[key]}")
+                    mistakes.append(f"{typed} with --backend {cls.name}: {cls.unsupported_options[key]}")
         refuse([*mistakes, *range_errors(options)])
 
     @property
@@ -193,7 +193,7 @@ class Backend(ABC):
         self.session.raise_root_cause(error)
 
     def rejoin(self, error: Exception) -> bool:
-        """End after an error and start again in the next world, if ranks come and go and this one can go on.
+        """End after an error and start again in the next world, if ranks come and go and this one can continue.
 
         Args:
             error: by which training has ended: `RescaleError`, or that of a broken exchange.
@@ -408,7 +408,7 @@ class Backend(ABC):
         Raises:
             BackendError: a parameter got no gradient and `find_unused_parameters` is off.
         """
-        self.activity.enter("reduce")
+        self.activity.enter(EXCHANGE)
         self._finish_exchange(optimizer)
         if self._exchange_monitor is not None:
             self._exchange_monitor.mark()

@@ -17,8 +17,8 @@ class DataParallelBackend(SingleBackend):
     """Give each GPU a copy of the model and a share of the batch, in every step."""
 
     name = "data-parallel"
-    only_for_others = {
-        **SingleBackend.only_for_others,
+    unsupported_options = {
+        **SingleBackend.unsupported_options,
         **dict.fromkeys(("sync_batch_norm", "find_unused_parameters"), NOT_CONFIGURABLE),
     }
 

@@ -21,6 +21,7 @@ from hvd_trainer.backends.ddp_collectives import DDPBucketExchange, DDPCollectiv
 from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.unused_parameters import check_unused
 from hvd_trainer.errors import BackendError, OptionError
+from hvd_trainer.faults.activity import EXCHANGE
 from hvd_trainer.utils import accelerator
 
 HOROVOD_ONLY = "only Horovod has it; leave it out or use --backend horovod"
@@ -53,7 +54,7 @@ class DDPBackend(Backend):
     name = "ddp"
     collectives_class = DDPCollectives
     collectives: DDPCollectives
-    only_for_others = {"transport=mpi": HOROVOD_ONLY}
+    unsupported_options = {"transport=mpi": HOROVOD_ONLY}
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class DDPBackend(Backend):
         self._ddp = ddp
         # DDP waits for the other ranks at the end of backward, which is when the first layer has its gradient.
         first = next(p for p in model.parameters() if p.requires_grad)
-        self._hook = first.register_post_accumulate_grad_hook(lambda _: self.activity.enter("reduce"))
+        self._hook = first.register_post_accumulate_grad_hook(lambda _: self.activity.enter(EXCHANGE))
         return ddp
 
     def _disconnect(self) -> None:

@@ -19,7 +19,7 @@ MAX_ANSWER_S = 0.2
 
 
 class ExchangeMonitor:
-    """Follow one event through the device's queue; it is recorded anew after each step's exchange.
+    """Follow one event through the device's queue; it is recorded again after each step's exchange.
 
     Args:
         device: an accelerator.

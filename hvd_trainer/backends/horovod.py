@@ -27,7 +27,7 @@ from hvd_trainer.backends.horovod_start import (
     WAKE_ON_ENQUEUE,
     import_horovod,
     patch_set,
-    rank_variables,
+    start_rendezvous,
 )
 from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION
 from hvd_trainer.backends.unused_parameters import check_unused, unused_everywhere
@@ -48,7 +48,7 @@ class HorovodBackend(Backend):
     name = "horovod"
     collectives_class = HorovodCollectives
     collectives: HorovodCollectives
-    only_for_others = dict.fromkeys(
+    unsupported_options = dict.fromkeys(
         ("transport=gloo", "transport=nccl", "transport=xccl", "compression=powersgd"), DDP_ONLY
     )
 
@@ -135,7 +135,7 @@ class HorovodBackend(Backend):
         if self.world.size == 1 and session.driver is None:
             return variables | {"HOROVOD_ELASTIC": "0"} | self._tuning()
         # In elastic mode the last rank of many still has their numbers in its environment.
-        variables |= rank_variables(self.world, session.peers, session.store, session.address)
+        variables |= start_rendezvous(self.world, session.peers, session.store, session.address)
         if "HOROVOD_GLOO_IFACE" in session.environ and self.options.network_interface is None:
             variables.pop("HOROVOD_GLOO_IFACE", None)  # the user has chosen one
         return variables | self._tuning()
@@ -152,7 +152,7 @@ class HorovodBackend(Backend):
             wanted |= ASYNC_COMPLETION
             if self.session.driver is not None:
                 # Else Horovod would wait on the GPU for a dead rank. With it, it polls NCCL for errors all the
-                # time, which takes a core: so only where this rank can go on in another world.
+                # time, which takes a core: so only where this rank can continue in another world.
                 wanted["HOROVOD_NCCL_ABORT"] = "1"
         return {name: value for name, value in wanted.items() if name not in environ}
 

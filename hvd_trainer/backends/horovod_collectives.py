@@ -47,7 +47,7 @@ class HorovodCollectives(Collectives):
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         self._keep_alive(result)
         ranks = self.process_set if replicas else hvd.global_process_set
-        # With a name that it has seen, Horovod answers from its cache instead of negotiating anew.
+        # With a name that it has seen, Horovod answers from its cache instead of negotiating again.
         name = f"hvd_trainer.{'replicas.' if replicas else ''}{op}.{result.dtype}.{tuple(result.shape)}"
         self.waiter.result(hvd.allreduce_async_(result, name=name, op=ops[op], process_set=ranks))
         return result.div_(self.world.size) if op == "mean" else result

@@ -74,7 +74,7 @@ def import_horovod(
     return hvd
 
 
-def rank_variables(world: World, peers: Sequence[RankInfo], store: dist.Store, address: str) -> dict[str, str]:
+def start_rendezvous(world: World, peers: Sequence[RankInfo], store: dist.Store, address: str) -> dict[str, str]:
     """Return the variables from which Horovod learns this world, whichever launcher made it. A collective.
 
     Args:
@@ -82,7 +82,7 @@ def rank_variables(world: World, peers: Sequence[RankInfo], store: dist.Store, a
     """
     me = peers[world.rank]
     across = [peer for peer in peers if peer.local_rank == world.local_rank]
-    server, port = _serve_rendezvous(world, store, address)
+    server, port = _rendezvous_address(world, store, address)
     interface = interface_name(address)
     return {
         # In its elastic mode Horovod would ask for its rank by itself, and ask our server, which knows none.
@@ -102,7 +102,7 @@ def rank_variables(world: World, peers: Sequence[RankInfo], store: dist.Store, a
     }
 
 
-def _serve_rendezvous(world: World, store: dist.Store, address: str) -> tuple[str, int]:
+def _rendezvous_address(world: World, store: dist.Store, address: str) -> tuple[str, int]:
     """Return address and port of a server for Horovod's own rendezvous, which rank 0 starts. A collective.
 
     Also under horovodrun, which has such a server: a second start in one process would find the first one's

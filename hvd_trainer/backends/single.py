@@ -39,7 +39,7 @@ class SingleBackend(Backend):
 
     name = "single"
     collectives_class = LocalCollectives
-    only_for_others = dict.fromkeys(("init_method", "compression", "transport"), NOTHING_TO_EXCHANGE)
+    unsupported_options = dict.fromkeys(("init_method", "compression", "transport"), NOTHING_TO_EXCHANGE)
 
     @property
     def version(self) -> str:

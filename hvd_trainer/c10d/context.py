@@ -22,7 +22,7 @@ from hvd_trainer.backends.horovod_start import (
     WAKE_ON_ENQUEUE,
     import_horovod,
     patch_set,
-    rank_variables,
+    start_rendezvous,
 )
 from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, completes_asynchronously, wait_done, wait_until
 from hvd_trainer.c10d.process_sets import ProcessSets
@@ -72,7 +72,7 @@ class HorovodContext:
         else:
             world, peers, address = meet(store, rank, size)
             self.interface = interface_name(address)
-            variables |= rank_variables(world, peers, store, address)
+            variables |= start_rendezvous(world, peers, store, address)
             if "HOROVOD_GLOO_IFACE" in os.environ:
                 variables["HOROVOD_GLOO_IFACE"] = os.environ["HOROVOD_GLOO_IFACE"]
         self._variables = ExitStack()

@@ -126,7 +126,7 @@ class CheckpointManager:
             # A job that is started again resumes its own run, whatever --resume says.
             again = self.log.belongs_to(self._in_this_fit(self.backend.session.job.previous_names))
             if again:
-                self.log.info("restart  this job was started before, and goes on")
+                self.log.info("restart  this job was started before, and resumes")
             resume = self.options.resume
             try:
                 found = storage.restore(self.log.folder, "auto" if again else resume)
@@ -150,7 +150,7 @@ class CheckpointManager:
         Rank 0 writes them; where nodes share no folder, an earlier rank 0 may have left newer ones on its own.
 
         Args:
-            step: where this run would resume; -1: it starts anew.
+            step: where this run would resume; -1: it starts from the beginning.
 
         Raises:
             CheckpointError: there are some; on all ranks.

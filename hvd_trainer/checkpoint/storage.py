@@ -1,7 +1,7 @@
 """Checkpoints on the disk: whole or not there, whatever stops the process while it writes one.
 
 checkpoints/.step-000000235.4711/   written here, each file synced to the disk
-    state.safetensors               the tensors of what to go on from
+    state.safetensors               the tensors of what to resume from
     state.json                      all else, and where each tensor belongs in it: see utils/serialization.py
     manifest.json                   last: what this is, and the size and SHA-256 of the other two
 checkpoints/step-000000235/         renamed to this; no valid manifest, no checkpoint
@@ -162,7 +162,7 @@ def load(path: Path) -> dict[str, Any]:
             with open_regular(path / name) as file:
                 if os.fstat(file.fileno()).st_size != expected.bytes or _checksum(file) != expected:
                     raise CheckpointError(f"{path} is damaged: {name} is not what its manifest says.")
-        # Not mapped into memory: an optimizer goes on with these tensors, and the file may be removed.
+        # Not mapped into memory: an optimizer continues with these tensors, and the file may be removed.
         tensors = load_file(path / TENSORS, backend="pread")
         state = unflatten(json.loads(read_regular(path / TREE, manifest.tree.bytes)), tensors)
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
@@ -230,7 +230,7 @@ def find_best(found: list[tuple[Manifest, Path]], figure: str) -> Path | None:
 
 
 class LoadedCheckpoint(NamedTuple):
-    """The state that a run goes on from, and where it was found."""
+    """The state that a run resumes from, and where it was found."""
 
     state: dict[str, Any] | None = None
     """None: from nothing"""
@@ -270,9 +270,9 @@ def restore(log_folder: Path | None, resume: str) -> LoadedCheckpoint:
             refused.append(error)
     if refused or resume != "auto":
         reasons = [*map(str, refused), f"{folder} has no checkpoint that can be used"]
-        anew = ". To start anew: --resume none" if resume == "auto" else ""
-        raise CheckpointError("; ".join(reasons) + anew)
-    return LoadedCheckpoint(notes=[f"nothing to go on from in {folder}: a new start"])
+        remedy = ". To start from the beginning: --resume none" if resume == "auto" else ""
+        raise CheckpointError("; ".join(reasons) + remedy)
+    return LoadedCheckpoint(notes=[f"nothing to resume from in {folder}: a new start"])
 
 
 def _is_in(path: Path, log_folder: Path | None) -> bool:

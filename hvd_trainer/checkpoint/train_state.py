@@ -4,7 +4,7 @@ State that is equal on all ranks is kept once; state that differs is kept per ra
 
     model optimizer scheduler scaler progress      rank 0's; batch-norm statistics as their mean
     data                                           seed and size of the data set: they set the order of its samples
-    ranks: random, metrics, buffers                on another number of ranks random numbers are seeded anew,
+    ranks: random, metrics, buffers                on another number of ranks random numbers are seeded again,
                                                    metrics are added up, and buffers start from their mean
 """
 
@@ -42,7 +42,7 @@ class Stateful(Protocol):
 
 
 class ModelShards(Protocol):
-    """The parts of a model and its optimizer that a rank has; see `parallel/layout.py`."""
+    """The parts of a model and its optimizer that a rank has; see `parallel/placement.py`."""
 
     is_whole: bool
     seeds_itself: bool
@@ -123,11 +123,11 @@ class TrainState:
         """Restore a state, which is the same on all ranks.
 
         Args:
-            partial: parts that may be missing or different, and then start anew: optimizer, scheduler, scaler,
+            partial: parts that may be missing or different, and are then reset: optimizer, scheduler, scaler,
                 random, data.
 
         Returns:
-            Lines for the log: what was restored, and what starts anew.
+            Lines for the log: what was restored, and what was reset.
 
         Raises:
             CheckpointError: something is missing or does not fit. Nothing has been changed then, unless a value is
@@ -146,7 +146,7 @@ class TrainState:
         return notes
 
     def _load(self, state: Mapping[str, Any]) -> list[str]:
-        restored, anew = ["model"], []
+        restored, reset = ["model"], []
         # All names and shapes have been compared.
         self.model.load_state_dict(self.parts.local_model_state(self.model, state["model"]), strict=False)
         part: Any
@@ -159,18 +159,18 @@ class TrainState:
                     part.load_state_dict(its)
                 restored.append(name)
             else:
-                anew.append(name)
+                reset.append(name)
         self.progress.load_state_dict(state["progress"])
         if state["data"] != self.data and self.progress.consumed:
-            anew.append("data (the epoch begins again)")
+            reset.append("data (the epoch begins again)")
             self.progress.consumed = 0
-        notes = self._load_ranks(state["ranks"], restored, anew)
+        notes = self._load_ranks(state["ranks"], restored, reset)
         lines = [f"restored {', '.join(restored)}"]
-        lines += [f"anew: {', '.join(anew)}"] if anew else []
+        lines += [f"reset: {', '.join(reset)}"] if reset else []
         return lines + notes
 
-    def _load_ranks(self, ranks: Sequence[Mapping[str, Any]], restored: list[str], anew: list[str]) -> list[str]:
-        """Load the state that is kept per rank; append to `restored` and `anew`, and return further lines."""
+    def _load_ranks(self, ranks: Sequence[Mapping[str, Any]], restored: list[str], reset: list[str]) -> list[str]:
+        """Load the state that is kept per rank; append to `restored` and `reset`, and return further lines."""
         world, device = self.backend.world, self.backend.device
         same = len(ranks) == world.size
         mine = ranks[world.rank] if same else {}
@@ -180,10 +180,10 @@ class TrainState:
             restored.append("random")
         elif not self.parts.seeds_itself:
             seed_all(derive_seed(self.data["seed"], self.progress.step, world.rank), device)
-            anew.append("random")
+            reset.append("random")
         if not same and not self.parts.seeds_itself:
             before = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
-            notes.append(f"it was saved by {before}: dropout draws other numbers now, and all else goes on")
+            notes.append(f"it was saved by {before}: dropout draws other numbers now, and all else continues")
         for name, buffer in mine.get("buffers", {}).items():
             if not is_on_other_stage(self.model.get_buffer(name)):
                 self.model.get_buffer(name).copy_(buffer)
@@ -194,7 +194,7 @@ class TrainState:
             self.metrics = whole
             restored.append("metrics")
         elif self.progress.consumed:
-            anew.append("metrics")
+            reset.append("metrics")
         return notes
 
     def _fits(self, state: Mapping[str, Any], name: str) -> bool:
@@ -218,10 +218,10 @@ class TrainState:
             there = f"its {name} is {state['kinds'][name]}, not {type(self.others[name]).__name__}"
             found.append(
                 (there if name in state["kinds"] else f"it has no {name}")
-                + f" (to start that anew: --resume-partial {name})"
+                + f" (to reset it: --resume-partial {name})"
             )
         if "random" not in partial and any("random" not in rank for rank in state["ranks"]):
-            found.append("it has no random state (to start that anew: --resume-partial random)")
+            found.append("it has no random state (to reset it: --resume-partial random)")
         if state["progress"]["consumed"] and state["data"] != self.data and "data" not in partial:
             theirs, ours = state["data"], self.data
             changed = [

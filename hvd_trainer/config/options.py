@@ -32,7 +32,7 @@ class EngineOptions:
     device: Annotated[Literal["auto", "cpu", "cuda", "xpu"], COMMON] = "auto"
     """where to train: cuda is NVIDIA's and AMD's GPUs, xpu Intel's; auto takes a GPU per rank if there are any"""
     timeout_s: Annotated[float, Gt(0)] = 60.0
-    """once it trains, how long a rank may not get on (in seconds) before the job ends with all ranks' stacks"""
+    """once it trains: abort, with the stacks of all ranks, when a rank makes no progress for this many seconds"""
     startup_timeout_s: Annotated[float, Gt(0)] = 300.0
     """the same for the start, saving and callbacks; and how long a single exchange may take"""
     init_method: str | None = None
@@ -46,7 +46,7 @@ class EngineOptions:
     """CPU threads of each rank; None: as OMP_NUM_THREADS says, else its share of the cores (another number adds in
     another order, so that last bits differ)"""
     bucket_mb: Annotated[float, Gt(0)] = 25.0
-    """gradients are exchanged in buckets of this size, in MB, while backward goes on"""
+    """gradients are exchanged in buckets of this size, in MB, while backward runs"""
     sync_batch_norm: bool = False
     """batch norm over the global batch instead of each rank's own"""
     find_unused_parameters: bool = False
@@ -63,7 +63,7 @@ class TrainOptions:
     epochs: Annotated[int, Ge(1), COMMON] = 3
     """passes over the training set"""
     max_steps: Annotated[int | None, Ge(1), COMMON] = None
-    """end after so many optimizer steps, also inside an epoch; a later run with more goes on from there"""
+    """end after so many optimizer steps, also inside an epoch; a later run with more continues from there"""
     until: Annotated[str | None, ParsedBy(StopCondition.parse)] = None
     """test_accuracy=0.99: end after the epoch in which a figure is as good, a loss as low or another as high"""
     batch_size: Annotated[int, Ge(1), COMMON] = 128
@@ -123,9 +123,9 @@ class SaveOptions:
     """Checkpoints, in the log folder."""
 
     resume: Annotated[str, COMMON] = "none"
-    """go on from a checkpoint: auto (newest valid one in the log folder), a path, or none"""
+    """resume from a checkpoint: auto (newest valid one in the log folder), a path, or none"""
     resume_partial: tuple[Literal["optimizer", "scheduler", "scaler", "random", "data"], ...] = ()
-    """what may be missing in it or different from it, and then starts anew"""
+    """what may be missing in it or different from it, and is then reset"""
     save_every_epochs: Annotated[int | None, Ge(1)] = 1
     """save after each n-th epoch, and the last"""
     save_every_steps: Annotated[int | None, Ge(1)] = None
@@ -133,10 +133,10 @@ class SaveOptions:
     save_every_s: Annotated[float | None, Gt(0)] = 600.0
     """save when the last save is so many seconds ago"""
     commit_every_steps: Annotated[int, Ge(1)] = 50
-    """under horovodrun's elastic mode: remember the state after each n-th step, for the ranks that go on when
-    others fail"""
+    """under horovodrun's elastic mode: remember the state after each n-th step, for the ranks that
+    continue when others fail"""
     requeue: bool = False
-    """in a Slurm job: when a signal stops it, put it back into the queue, from where it goes on by itself"""
+    """in a Slurm job: when a signal stops it, put it back into the queue, from where it resumes by itself"""
     keep: Annotated[int, Ge(1)] = 2
     """how many of the newest checkpoints stay"""
     keep_best: str | None = "test_loss"
@@ -163,7 +163,7 @@ class ParallelOptions:
     """where the model is cut: by the time that its blocks take, which is measured at the start, by their bytes, or
     by hand: the number of blocks in each part, such as 3,2"""
     activation_checkpointing: Literal["none", "blocks"] = "none"
-    """compute the activations inside each block anew in backward instead of keeping them"""
+    """compute the activations inside each block again in backward instead of keeping them"""
     shard: Annotated[Literal["none", "optimizer", "full"], COMMON] = "none"
     """what copies of the model share out among themselves instead of each keeping it: the optimizer's state, or
     (ddp only) parameters and gradients too"""

@@ -112,7 +112,7 @@ def _help_registry(*, common_only: bool) -> ConstructorRegistry:
         assert isinstance(spec, StructConstructorSpec)
         inherited = getattr(info.type.__base__, "__dataclass_fields__", ())
         entries = sorted(spec.fields, key=lambda entry: entry.name in inherited)
-        # On one line: help breaks it anew to its own width.
+        # On one line: help wraps it to its own width.
         entries = [replace(entry, helptext=functools.partial(help_text, entry)) for entry in entries]
         common = [entry for entry in entries if COMMON in getattr(entry.type, "__metadata__", ())]
         if common and common_only:

@@ -63,7 +63,7 @@ def participants(backend: Backend) -> dict[int, str]:
 
 
 def next_call(backend: Backend, name: str) -> str:
-    """Return a key in the store for a call that all participants make: they count alike, in each world anew."""
+    """Return a key in the store for a call that all participants make: they count alike, in each world from 0."""
     when = "training" if backend.session.has_trained else "start"
     return f"{name}.{when}.{backend.session.store.add(f'{name}.{when}.of.{backend.world.rank}', 1)}"
 

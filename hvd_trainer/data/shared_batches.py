@@ -43,7 +43,7 @@ class SharedBatches:
     def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
         self._collate, self._number = collate, next(self._numbers)
         self._blocks: _Blocks | None = None
-        # By loader process; one that was started anew has another token and other blocks.
+        # By loader process; one that was started again has another token and other blocks.
         self._mapped: dict[int, tuple[str, dict[int, _Mapping]]] = {}
         self._instances[self._number] = self
 

@@ -64,7 +64,7 @@ class StreamLoader(Loader):
                 f"--reproducible needs a data set with a length and an order, and {self.name} is a stream."
             )
         self._stream = _Stream(data, *self._shard, plan.batch_size)
-        # Workers have copies of the data set, so they are started anew in each epoch to know its number.
+        # Workers have copies of the data set, so they are started again in each epoch to know its number.
         self._loader = torch_loader(self._stream, backend, plan, collate, batch_size=plan.batch_size)
         self.num_workers = self._loader.num_workers
 
@@ -79,8 +79,8 @@ class StreamLoader(Loader):
     def _pass(self, epoch: int, consumed: int) -> Iterator[Batch]:
         """Read the stream once, with random transforms seeded by seed, epoch and shard.
 
-        They also run on skipped samples, so that a resumed pass goes on with the same random numbers; those that a
-        `collate` draws are not drawn again.
+        They also run on skipped samples, so that a resumed pass continues with the same random numbers; those
+        that a `collate` draws are not drawn again.
         """
         self._stream.consumed = consumed
         if epoch != EVALUATION:

@@ -43,7 +43,7 @@ class Options:
     """Where built wheels and logs are kept."""
 
     force: bool = False
-    """Build and install anew, even if a usable one is there."""
+    """Build and install again, even if a usable one is there."""
 
     jobs: int | None = None
     """Compilers at once (default: by cores and memory)."""

@@ -1,8 +1,8 @@
 """Apply the patches of this folder to Horovod 0.28.1's published source.
 
-Each file of patches/ is a unified diff for one purpose, with its reasons and the files of each on top (DEP-3). They are
-applied in the order of their names, each to the result of those before it; quilt, Debian's tool, can edit such a
-series.
+Each file of patches/ is a unified diff for one purpose, with its reasons and the files of each on top (DEP-3).
+They are applied in the order of their names, each to the result of those before it; quilt, Debian's tool, can edit
+such a series.
 """
 
 from __future__ import annotations

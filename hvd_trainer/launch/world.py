@@ -63,7 +63,7 @@ class World:
         names = [name for number in numbers if (name := getattr(row, number, ""))]
         if self.launcher == "hand":
             return f"Set {' and '.join(names)} on each rank: they count from 0 to one less than there are."
-        return f"Leave {' and '.join(names) or 'these numbers'} to {self.launcher}, or start the ranks anew."
+        return f"Leave {' and '.join(names) or 'these numbers'} to {self.launcher}, or start the ranks again."
 
     @property
     def is_first(self) -> bool:

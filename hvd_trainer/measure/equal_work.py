@@ -67,7 +67,7 @@ def refuse_unequal(one: Side, other: Side) -> None:
         raise OptionError(
             f"{one.name} on {one.ranks} and {other.name} on {other.ranks} ranks have not done the same work, so "
             f"that their speeds say nothing about each other:\n{lines}\nMake the job do the same on all "
-            f"of them: a changed job is measured anew"
+            f"of them: a changed job is measured again"
         )
 
 

@@ -65,7 +65,7 @@ def _lines(file: Path) -> list[str]:
 def describe_outside(path: str) -> str:
     """Return the warning about a path to which trials write."""
     return (
-        f"the job writes to {path}, which all trials have in common: one may go on with what another has "
+        f"the job writes to {path}, which all trials have in common: one may continue with what another has "
         f"saved. Write {FOLDER} where it is told that path: each trial has a folder of its own"
     )
 

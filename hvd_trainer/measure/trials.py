@@ -1,4 +1,4 @@
-"""Run the trials of a tool in its folder, and record each run that has ended, so that the same command goes on.
+"""Run the trials of a tool in its folder, and record each run that has ended, so that the same command continues.
 
     with locked_folder(options.out) as folder:
         runner = TrialRunner(folder, limit_s=options.timeout_s)
@@ -164,7 +164,7 @@ class TrialRunner:
         limit_s: after which a run is killed, in seconds.
         limit_option: the tool's option for it.
         budget_s: seconds from now on after which no run is left running (`--budget-s`); None: no limit.
-        resume: go on from the runs in the folder; False: remove them.
+        resume: continue from the runs in the folder; False: remove them.
         are_figures: whether these, from a file, can be the figures of a run that is done.
     """
 

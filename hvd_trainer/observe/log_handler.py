@@ -30,7 +30,7 @@ class RankHandler(logging.Handler):
             stream.write(f"{self.format(record)}\n")
             stream.flush()
         except BrokenPipeError:
-            pass  # what has read the output has ended, as `head` does, and the training goes on
+            pass  # what has read the output has ended, as `head` does, and the training continues
         except Exception:
             self.handleError(record)
 

@@ -176,11 +176,11 @@ class Meter:
                 self._before[len(names) + place] = float(state["before"][len(there) + there[name]])
         self._before[-1] = float(state["before"][-1])
         self.samples = state["samples"]
-        anew = [name for name in names if name not in there]
+        reset = [name for name in names if name not in there]
         for name, metric in self._objects.items():
             if not import_state(metric, state["objects"].get(name), self._backend.device):
-                anew.append(name)
-        return anew
+                reset.append(name)
+        return reset
 
     def _totals(self) -> list[float]:
         self._read()

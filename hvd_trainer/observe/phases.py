@@ -102,7 +102,7 @@ class Phases:
         return table
 
     def forget(self) -> None:
-        """Forget the steps that are done; the running one goes on."""
+        """Forget the steps that are done; the running one continues."""
         self._marks, self._steps, self._first = self._marks[self._first :], [], 0
 
 

@@ -90,7 +90,7 @@ class NonFiniteGuard:
         else:
             what = f"The weights were no longer finite after step {step:,}"
         raise NonFiniteError(
-            f"{what}: the weights are of no use from there on, and no later checkpoint was made. Go on from the "
+            f"{what}: the weights are of no use from there on, and no later checkpoint was made. Resume from the "
             f"newest with a lower --lr or with --max-norm 1, or leave such steps out with --non-finite skip"
         )
 

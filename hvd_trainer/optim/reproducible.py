@@ -58,7 +58,7 @@ class ReproducibleStep(TrainStep):
         super().__init__(parts)
         self._virtual_ranks, self._seed = virtual_ranks, seed
         self._find_unused = find_unused_parameters
-        self._names: dict[Tensor, str] = {p: name for name, p in parts.model.named_parameters()}
+        self._names: dict[Tensor, str] = {p: name for name, p in parts.train_model.named_parameters()}
         self._parameters = [p for p in parameters_of(parts.optimizer) if p.requires_grad]
 
     def __call__(self, batches: list[Batch], meter: Meter, prefetch: Callable[[], None]) -> StepResult:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from hvd_trainer.backends import Backend, StepResult
 from hvd_trainer.data import Batch, samples_in
+from hvd_trainer.faults.activity import EXCHANGE
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.optim.non_finite import NonFiniteGuard
@@ -55,9 +56,9 @@ class StepParts:
     """All that a step is made of."""
 
     backend: Backend
-    model: nn.Module
+    train_model: nn.Module
     """the module to train, as returned by `backend.prepare`"""
-    bare: nn.Module
+    eval_model: nn.Module
     """the module to evaluate, without the engine's wrapper"""
     optimizer: Optimizer
     loss: LossFunction
@@ -88,8 +89,8 @@ class TrainStep:
 
     def __init__(self, parts: StepParts) -> None:
         self.backend = parts.backend
-        self.model = parts.model
-        self.bare = parts.bare
+        self.train_model = parts.train_model
+        self.eval_model = parts.eval_model
         self.optimizer = parts.optimizer
         self.loss = parts.loss
         self.progress = parts.progress
@@ -102,7 +103,7 @@ class TrainStep:
         fp16 = parts.precision == "fp16"
         self.scaler = torch.amp.GradScaler(self.backend.device.type) if fp16 else None
         self.skips = self.guard.policy == "skip"
-        self._buffers = [b for b in self.model.buffers() if b.numel()]
+        self._buffers = [b for b in self.train_model.buffers() if b.numel()]
         self._losses: list[Tensor] = []
         self._weights: tuple[Tensor, ...] = ()
         self._uncounted: list[ForwardResult] = []
@@ -119,7 +120,7 @@ class TrainStep:
         before = [buffer.clone() for buffer in self._buffers] if self.skips else []
         shares, last = self.shares(batches), len(batches) - 1
         for position, (batch, share) in enumerate(zip(batches, shares, strict=True)):
-            with self.backend.gradient_sync(self.model, enabled=position == last):
+            with self.backend.gradient_sync(self.train_model, enabled=position == last):
                 self.backward(batch, share, meter)
         self.backend.activity.enter("data")
         prefetch()
@@ -131,7 +132,7 @@ class TrainStep:
             samples = sum(map(samples_in, batches))
             return [Share(samples_in(batch) / samples) for batch in batches]
         self._weights = tuple(weight_of(self.weight, batch, self.backend.device) for batch in batches)
-        self.backend.activity.enter("reduce")
+        self.backend.activity.enter(EXCHANGE)
         weights = torch.stack(self._weights)
         factors = fractions(weights, self.mean_weight(weights))
         return [Share(factor, weight) for factor, weight in zip(factors, self._weights, strict=True)]
@@ -180,7 +181,7 @@ class TrainStep:
         activity.enter("forward")
         inputs, targets = batch
         with mixed_precision(self.backend.device, self.precision):
-            outputs = self.model(inputs)
+            outputs = self.train_model(inputs)
             loss = mean_loss(self.loss, outputs, targets, share.weight)
         weighted = share.of(loss)
         scaled = weighted if self.scaler is None else self.scaler.scale(weighted)
@@ -225,13 +226,14 @@ class TrainStep:
         """Add loss and metrics of one batch to the meter, without gradients.
 
         Args:
-            batch: None where this rank has no batch left and must take part for others; see `Layout.evaluation`.
+            batch: None where this rank has no batch left and must take part for others, as in
+                `ModelPlacement.evaluation`.
             meter: counts it.
         """
         assert batch is not None
         inputs, targets = batch
         weight = self.weigh(batch)
         with mixed_precision(self.backend.device, self.precision):
-            outputs = self.bare(inputs)
+            outputs = self.eval_model(inputs)
             loss = mean_loss(self.loss, outputs, targets, weight)
         meter.add(loss, outputs, targets, samples_in(batch), weight)

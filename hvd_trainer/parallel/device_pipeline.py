@@ -5,7 +5,7 @@
     cuda:1           F0   F1   F2
     cuda:2                F0   F1   F2
 
-Work for a GPU, copies too, goes into its queue, and Python goes on to the next GPU. The order is that of
+Work for a GPU, copies too, goes into its queue, and Python continues with the next GPU. The order is that of
 torchgpipe (Kim et al., 2020). Backward goes chunk by chunk, and overlaps for the same reason.
 """
 

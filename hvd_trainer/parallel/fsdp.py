@@ -51,8 +51,8 @@ class FSDPShards:
         """
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise OptionError(
-                "This model was shared out by an earlier training of this process: build model and optimizer anew "
-                "for each, or use --shard optimizer"
+                "This model was shared out by an earlier training of this process: build model and optimizer for "
+                "each, or use --shard optimizer"
             )
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise OptionError("The model has no parameter that requires a gradient: there is nothing to train")

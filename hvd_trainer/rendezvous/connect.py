@@ -30,7 +30,7 @@ from hvd_trainer.rendezvous.endpoint import parse_endpoint, read_secret
 from hvd_trainer.rendezvous.fixed_address import join_at_address, open_torch_store, parse_port
 from hvd_trainer.rendezvous.join import RendezvousSettings, join_by_registry, join_store, serve_store
 from hvd_trainer.rendezvous.registry import FileRegistry, HttpRegistry, StoreRegistry, job_file
-from hvd_trainer.rendezvous.shared_stores import Rendezvous, shared_stores
+from hvd_trainer.rendezvous.shared_stores import JobStore, shared_stores
 from hvd_trainer.rendezvous.slurm_address import join_step
 from hvd_trainer.rendezvous.store_client import RUN_STORE
 from hvd_trainer.utils.network import LOOPBACK, TEST_NET_ADDRESS, outward_address
@@ -45,7 +45,7 @@ def open_store(
     init_method: str | None = None,
     address: str | None = None,
     timeout_s: float = 300.0,
-) -> Rendezvous:
+) -> JobStore:
     """Open the store that all ranks of this job share. A collective.
 
     A process may call it several times, once for each training: each call begins a session of its own, and keys
@@ -61,7 +61,7 @@ def open_store(
     """
     session = shared_stores.next_session()
     if world.size == 1:
-        return Rendezvous(dist.HashStore(), LOOPBACK)
+        return JobStore(dist.HashStore(), LOOPBACK)
     settings = RendezvousSettings(
         world=world,
         environ=environ,
@@ -71,10 +71,10 @@ def open_store(
         timeout=timedelta(seconds=timeout_s),
     )
     found = _join(settings, init_method)
-    return Rendezvous(dist.PrefixStore(session, found.store), found.host)
+    return JobStore(dist.PrefixStore(session, found.store), found.host)
 
 
-def _join(settings: RendezvousSettings, init_method: str | None) -> Rendezvous:
+def _join(settings: RendezvousSettings, init_method: str | None) -> JobStore:
     """Join by the way that fits the launcher and the number of nodes."""
     launcher, is_one_node = settings.world.launcher, settings.world.num_nodes == 1
     has_address = {"MASTER_ADDR", "MASTER_PORT"} <= settings.environ.keys()
@@ -105,16 +105,16 @@ def _join(settings: RendezvousSettings, init_method: str | None) -> Rendezvous:
     return _join_by_mpi(settings)
 
 
-def _join_by_torchrun(settings: RendezvousSettings) -> Rendezvous:
+def _join_by_torchrun(settings: RendezvousSettings) -> JobStore:
     host = settings.variable("MASTER_ADDR")
     port = parse_port(settings.variable("MASTER_PORT"))
     place = f"{host}:{port}"
-    shared = shared_stores.get(place, lambda: Rendezvous(open_torch_store("env://", place, settings), host))
+    shared = shared_stores.get(place, lambda: JobStore(open_torch_store("env://", place, settings), host))
     address = settings.address or outward_address(host, port)
     return join_by_registry(StoreRegistry(shared.store, settings.session), settings, address)
 
 
-def _join_by_mpi(settings: RendezvousSettings) -> Rendezvous:
+def _join_by_mpi(settings: RendezvousSettings) -> JobStore:
     world = settings.world
     try:
         from mpi4py import MPI

@@ -16,14 +16,14 @@ from hvd_trainer.rendezvous import store_client
 from hvd_trainer.rendezvous.endpoint import Endpoint
 from hvd_trainer.rendezvous.join import RendezvousSettings, join_by_registry, serve_store
 from hvd_trainer.rendezvous.registry import FileRegistry, StoreRegistry, private_file
-from hvd_trainer.rendezvous.shared_stores import JOINED, Rendezvous, shared_stores
+from hvd_trainer.rendezvous.shared_stores import JOINED, JobStore, shared_stores
 from hvd_trainer.utils.network import LOOPBACK, outward_address, resolve_own_address, resolves_to_loopback
 
 PUBLIC_TOKEN = "0" * 32
 """Of a store whose address is all that ranks share: everyone may read it. It has other stores' endpoints only."""
 
 
-def join_at_address(init_method: str, settings: RendezvousSettings) -> Rendezvous:
+def join_at_address(init_method: str, settings: RendezvousSettings) -> JobStore:
     """Join the ranks at an address that all of them are given.
 
     Raises:
@@ -39,7 +39,7 @@ def join_at_address(init_method: str, settings: RendezvousSettings) -> Rendezvou
     return meet_at(host, port, settings, settings.session)
 
 
-def meet_at(host: str, port: int, settings: RendezvousSettings, name: str) -> Rendezvous:
+def meet_at(host: str, port: int, settings: RendezvousSettings, name: str) -> JobStore:
     """Join the ranks at rank 0's host and a port, where it serves a store for all of its sessions.
 
     Args:
@@ -89,7 +89,7 @@ def parse_port(text: str) -> int:
     return int(text)
 
 
-def _open_public_store(host: str, port: int, settings: RendezvousSettings) -> Rendezvous:
+def _open_public_store(host: str, port: int, settings: RendezvousSettings) -> JobStore:
     """Serve or join the store at the given address, which only has the endpoint of each session's own store."""
     world = settings.world
     address = listen_address(host, world)
@@ -103,7 +103,7 @@ def _open_public_store(host: str, port: int, settings: RendezvousSettings) -> Re
             f"there, start all {world.size} ranks. If rank 0's machine has several networks, name it by its "
             f"address in the one that they share."
         ) from None
-    return Rendezvous(store, host)
+    return JobStore(store, host)
 
 
 def listen_address(host: str, world: World) -> str:
@@ -120,13 +120,13 @@ def listen_address(host: str, world: World) -> str:
     return address or host
 
 
-def _join_by_file(url: str, settings: RendezvousSettings) -> Rendezvous:
+def _join_by_file(url: str, settings: RendezvousSettings) -> JobStore:
     """Join the ranks by a file that all nodes see. Only its owner can read it."""
 
-    def open_file() -> Rendezvous:
+    def open_file() -> JobStore:
         with suppress(OSError):  # it exists, or PyTorch will raise
             os.close(os.open(urlsplit(url).path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-        return Rendezvous(open_torch_store(url, url, settings), LOOPBACK)
+        return JobStore(open_torch_store(url, url, settings), LOOPBACK)
 
     found = shared_stores.get(url, open_file)
     found.store.set_timeout(settings.timeout)  # `dist.rendezvous` does not set it for files

@@ -15,7 +15,7 @@ from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous import store_client
 from hvd_trainer.rendezvous.endpoint import Endpoint, create_token, sign_endpoint, verify_endpoint
 from hvd_trainer.rendezvous.registry import EndpointRegistry
-from hvd_trainer.rendezvous.shared_stores import Rendezvous
+from hvd_trainer.rendezvous.shared_stores import JobStore
 
 MIN_POLL_S, MAX_POLL_S = 0.02, 1.0
 PORT_RELEASE_S = 2.0
@@ -54,7 +54,7 @@ class RendezvousSettings:
 
 def join_by_registry(
     registry: EndpointRegistry, settings: RendezvousSettings, address: str, port: int = 0
-) -> Rendezvous:
+) -> JobStore:
     """Serve and publish a store on rank 0; look it up and join it on the others."""
     secret = settings.secret
     if settings.world.is_first:
@@ -91,14 +91,14 @@ def serve_store(world: World, address: str, port: int, token: str | None = None)
             time.sleep(MIN_POLL_S)
 
 
-def join_store(endpoint: Endpoint, settings: RendezvousSettings) -> Rendezvous:
+def join_store(endpoint: Endpoint, settings: RendezvousSettings) -> JobStore:
     """Connect to the store at an endpoint.
 
     Raises:
         LaunchError: it does not answer in time.
     """
     try:
-        return Rendezvous(store_client.connect(endpoint, settings.timeout), endpoint.host)
+        return JobStore(store_client.connect(endpoint, settings.timeout), endpoint.host)
     except (dist.DistError, RuntimeError) as error:
         raise LaunchError(
             f"{settings.world} could not reach rank 0 at {endpoint.netloc}: {first_line(error)}. See what rank 0 "

@@ -61,7 +61,7 @@ class HttpRegistry:
         except OSError as error:
             raise LaunchError(
                 f"horovodrun's server at {self._host}:{self._port} does not answer ({first_line(error)}). If "
-                f"horovodrun ended or HOROVOD_* variables are left from an earlier job, start the job anew."
+                f"horovodrun ended or HOROVOD_* variables are left from an earlier job, start the job again."
             ) from error
 
 

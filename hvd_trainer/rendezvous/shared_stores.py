@@ -15,7 +15,7 @@ JOINED, LEFT = "met", "left"
 """Keys by which the ranks that share a file count themselves."""
 
 
-class Rendezvous(NamedTuple):
+class JobStore(NamedTuple):
     """The result of a rendezvous: what all ranks share."""
 
     store: dist.Store
@@ -32,7 +32,7 @@ class SharedStores:
 
     def __init__(self) -> None:
         self._sessions = itertools.count()
-        self._stores: dict[str, Rendezvous] = {}
+        self._stores: dict[str, JobStore] = {}
 
     def next_session(self) -> str:
         """Return the name of a new session: the prefix of its keys."""
@@ -42,7 +42,7 @@ class SharedStores:
         """Count sessions from 0 again, as new processes do: horovodrun has cleared its key-value store."""
         self._sessions = itertools.count()
 
-    def get(self, place: str, open_store: Callable[[], Rendezvous]) -> Rendezvous:
+    def get(self, place: str, open_store: Callable[[], JobStore]) -> JobStore:
         """Return the store at a place; open it if this process has not yet."""
         if place not in self._stores:
             self._stores[place] = open_store()

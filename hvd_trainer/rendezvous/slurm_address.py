@@ -10,10 +10,10 @@ from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch.slurm import read_step, slurm_job
 from hvd_trainer.rendezvous.fixed_address import meet_at
 from hvd_trainer.rendezvous.join import RendezvousSettings
-from hvd_trainer.rendezvous.shared_stores import Rendezvous
+from hvd_trainer.rendezvous.shared_stores import JobStore
 
 
-def join_step(settings: RendezvousSettings) -> Rendezvous:
+def join_step(settings: RendezvousSettings) -> JobStore:
     """Join the ranks of the step that srun started.
 
     Raises:

@@ -81,7 +81,7 @@ def release(endpoint: Endpoint) -> None:
 
 
 @contextmanager
-def serve_store() -> Iterator[Endpoint]:
+def local_store() -> Iterator[Endpoint]:
     """Serve the store by which the ranks of `rank_environment` find each other, while the context is open."""
     endpoint = serve(LOOPBACK)
     try:

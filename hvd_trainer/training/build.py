@@ -35,7 +35,7 @@ from hvd_trainer.optim.non_finite import NonFiniteGuard
 from hvd_trainer.optim.reproducible import ReproducibleStep
 from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.optim.weights import LossFunction, WeightFunction
-from hvd_trainer.parallel.pipeline_layout import make_layout
+from hvd_trainer.parallel.stage_placement import make_placement
 from hvd_trainer.training.run import TrainingRun
 from hvd_trainer.utils import accelerator
 
@@ -101,10 +101,10 @@ class _RunBuilder:
         self._message = message
         self._leave_out = () if message is None else message.leave_out
         exchange = "exchange" not in self._leave_out
-        self._layout = make_layout(backend, options.parallel, options.train, exchange=exchange)
-        resources.callback(self._layout.close)
-        self._plan = BatchPlan.of(options.train, self._layout.shard.size * backend.num_replicas)
-        self._layout.check_batch(self._plan.batch_size)
+        self._placement = make_placement(backend, options.parallel, options.train, exchange=exchange)
+        resources.callback(self._placement.close)
+        self._plan = BatchPlan.of(options.train, self._placement.shard.size * backend.num_replicas)
+        self._placement.check_batch(self._plan.batch_size)
         self._progress = Progress()
 
     def build(self, stop_condition: StopCondition, requeue: Requeue, snapshot: InMemorySnapshot) -> TrainingRun:
@@ -123,7 +123,7 @@ class _RunBuilder:
         return TrainingRun(
             options=options,
             backend=backend,
-            layout=self._layout,
+            placement=self._placement,
             plan=self._plan,
             train_loader=train_loader,
             test_loader=test_loader,
@@ -171,7 +171,7 @@ class _RunBuilder:
             shuffle=shuffle,
             virtual_ranks=train.reproducible,
             accumulate=train.accumulate,
-            shard=self._layout.shard,
+            shard=self._placement.shard,
             num_workers=train.workers,
             prefetch=train.prefetch,
             batch_transform=self._inputs.batch_transform,
@@ -185,14 +185,14 @@ class _RunBuilder:
             raise OptionError("--tf32 is for GPUs, and this rank trains on CPU: leave it out")
         if train.channels_last:
             inputs.model.to(memory_format=torch.channels_last)
-        self._layout.compile(inputs.model)
-        model, optimizer = self._layout.prepare(
+        self._placement.compile(inputs.model)
+        model, optimizer = self._placement.prepare(
             inputs.model, inputs.optimizer, lambda: next(iter(train_loader.epoch(0)))[0]
         )
         parts = StepParts(
             backend=backend,
-            model=model,
-            bare=inputs.model,
+            train_model=model,
+            eval_model=inputs.model,
             optimizer=optimizer,
             loss=inputs.loss,
             progress=self._progress,
@@ -204,7 +204,7 @@ class _RunBuilder:
             exchange="exchange" not in self._leave_out,
         )
         if train.reproducible is None:
-            return self._layout.make_step(parts)
+            return self._placement.make_step(parts)
         return ReproducibleStep(
             parts,
             virtual_ranks=train.reproducible,
@@ -231,7 +231,7 @@ class _RunBuilder:
             progress=self._progress,
             others={name: part for name, part in parts.items() if part is not None},
             data={"seed": self._options.train.seed, "samples": train_loader.num_samples},
-            parts=self._layout,
+            parts=self._placement,
             reproducible=self._options.train.reproducible is not None,
         )
 

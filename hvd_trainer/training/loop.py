@@ -104,7 +104,7 @@ class TrainingLoop:
             raise NonFiniteError(f"Every step of epoch {progress.epoch + 1} was skipped: no gradient was finite")
         seconds = time.perf_counter() - started
         speed = {"seconds": seconds, "samples_per_s": samples / seconds}
-        record = self._position() | add_prefix("train", figures) | speed | run.layout.figures(seconds)
+        record = self._position() | add_prefix("train", figures) | speed | run.placement.figures(seconds)
         return record, is_complete
 
     def _make_meter(self) -> Meter:
@@ -129,7 +129,7 @@ class TrainingLoop:
 
     def _finish_step(self, batches: list[Batch], result: StepResult, meter: Meter) -> None:
         run, progress = self._run, self._run.progress
-        samples = sum(map(samples_in, batches)) * run.layout.shard.size
+        samples = sum(map(samples_in, batches)) * run.placement.shard.size
         progress.step += 1
         progress.consumed += samples
         progress.samples += samples
@@ -190,7 +190,7 @@ class TrainingLoop:
             return {}
         run.model.eval()
         meter = Meter(run.metrics, run.backend)
-        for batch in run.layout.evaluation(run.test_loader):
+        for batch in run.placement.evaluation(run.test_loader):
             run.step.evaluate(batch, meter)
             activity.enter("evaluate")
             self._interrupts.note_progress()

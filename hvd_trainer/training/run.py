@@ -1,7 +1,7 @@
 """All parts of one training, which `TrainingLoop` works with (callbacks see a `RunView`). Built by `build.py`.
 
 part              on a batch's way
-layout            the slice of each batch, and the part of the model, that this rank has
+placement         the slice of each batch, and the part of the model, that this rank has
 train_loader      yields this rank's batches, on its device
 step              trains on them, with the model that the engine has connected to its gradient exchange
 progress, metrics, log, callbacks, manager
@@ -27,14 +27,14 @@ from hvd_trainer.observe.memory import PeakMemory
 from hvd_trainer.observe.metrics import Metric
 from hvd_trainer.optim.learning_rate import StepRate
 from hvd_trainer.optim.step import TrainStep
-from hvd_trainer.parallel.layout import Layout
+from hvd_trainer.parallel.placement import ModelPlacement
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingRun(RunView):
     """One training in one world of ranks. A context manager: on exit it releases what holds connections."""
 
-    layout: Layout
+    placement: ModelPlacement
     """the parts of the model and the slice of the data that this rank has"""
     metrics: Mapping[str, Metric]
     step: TrainStep
@@ -56,7 +56,7 @@ class TrainingRun(RunView):
     leave_out: Collection[str]
     """parts that a tool wants left out, to see what they cost: `exchange`, `data`"""
     resources: ExitStack
-    """closes step, log and layout"""
+    """closes step, log and placement"""
 
     def __enter__(self) -> TrainingRun:
         return self
@@ -67,7 +67,7 @@ class TrainingRun(RunView):
 
     @property
     def busy_s(self) -> float | None:
-        return self.layout.busy_s
+        return self.placement.busy_s
 
     @property
     def is_over(self) -> bool:

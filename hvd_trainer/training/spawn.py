@@ -20,7 +20,7 @@ from hvd_trainer.faults.failure_report import GRACE_S, reporter, wait_for_launch
 from hvd_trainer.launch.launchers import without_ranks
 from hvd_trainer.observe.log_handler import install_handler
 from hvd_trainer.rendezvous.endpoint import parse_endpoint
-from hvd_trainer.rendezvous.store_client import rank_environment, serve_store
+from hvd_trainer.rendezvous.store_client import local_store, rank_environment
 
 
 def run(
@@ -44,7 +44,7 @@ def run(
     if num_processes < 1:
         raise LaunchError(f"run needs num_processes of 1 or more, not {num_processes}.")
     call = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
-    with serve_store() as endpoint, tempfile.TemporaryDirectory(prefix="hvd_trainer-run-") as folder:
+    with local_store() as endpoint, tempfile.TemporaryDirectory(prefix="hvd_trainer-run-") as folder:
         processes = multiprocessing.start_processes(
             _run_rank,
             args=(num_processes, str(endpoint), call, folder),

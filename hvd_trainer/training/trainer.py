@@ -198,7 +198,7 @@ class Trainer:
             snapshot=snapshot,
         )
         with run:
-            run.say(startup_summary(run, run.layout.lines()))
+            run.say(startup_summary(run, run.placement.lines()))
             run.restore()
             run.log.write_config(flatten(self.options))
             run.log.write_facts(facts(run))

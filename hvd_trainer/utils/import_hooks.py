@@ -42,7 +42,7 @@ class ImportHooks(MetaPathFinder):
         aliases: the module to import for a name; submodules of the name are submodules of that module.
         single: the same for a name alone, and not for its submodules.
         absent: the error for a name and its submodules.
-        after: called with a module of this name when it has been executed, before its importer goes on.
+        after: called with a module of this name when it has been executed, before its importer continues.
     """
 
     def __init__(

@@ -144,7 +144,7 @@ def test_torchrun_restart_resumes_from_checkpoint(backend: str, size: int, tmp_p
         job.wait_for_output("epoch 3/")
         job.ranks(size)[1].kill()
         assert job.wait(60).returncode == 0, job.report("did not go on")
-        assert "restart  this job was started before, and goes on" in job.stdout
+        assert "restart  this job was started before, and resumes" in job.stdout
         assert re.search(r"resume   from \S+\nresume   restored model, optimizer", job.stdout)
         assert len(REPORT.findall(job.stderr)) == 1
     assert digits_job.weights(tmp_path) == undisturbed()
@@ -189,7 +189,7 @@ def test_torchrun_nodes_join_and_leave(tmp_path: Path) -> None:
             second.destroy()
         first.wait_for_output("world    1 rank on 1 node", count=2)
         first.wait_for_output("resume   restored model, optimizer", count=2)
-        assert first.stdout.count("restart  this job was started before, and goes on") == 2
+        assert first.stdout.count("restart  this job was started before, and resumes") == 2
     epochs = [line["epoch"] for line in lines(tmp_path, "epoch")]
     assert epochs == list(range(1, len(epochs) + 1)), "an epoch twice, or left out"
 

@@ -131,7 +131,7 @@ def test_requeued_slurm_job_continues(tmp_path: Path) -> None:
     result = sbatch(slurm_cluster.shared(), script, *options, env=env)
     assert (result.state, result.returncode) == ("COMPLETED", 0), result.output
     assert result.output.count("It goes back into Slurm's queue, and then on by itself") == 1, result.output
-    assert "restart  this job was started before, and goes on" in result.output
+    assert "restart  this job was started before, and resumes" in result.output
     assert "resume   restored model, optimizer, random, metrics" in result.output
     launch(QUICKEST, 2, digits_job.argv("ddp", whole, JOB))
     assert digits_job.weights(parts) == digits_job.weights(whole)

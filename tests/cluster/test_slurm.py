@@ -15,7 +15,7 @@ from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch.slurm import SlurmStep, detect_slurm, first_host, read_step, visible_gpus
 from hvd_trainer.launch.world import detect
 from hvd_trainer.rendezvous import connect, slurm_address, store_client
-from hvd_trainer.rendezvous.shared_stores import Rendezvous, shared_stores
+from hvd_trainer.rendezvous.shared_stores import JobStore, shared_stores
 from hvd_trainer.utils.network import LOOPBACK
 
 UNEVEN = environments.CASES["srun_3_on_2_nodes"]
@@ -139,7 +139,7 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         store_client._end(server.process)
 
 
-def meet(environ: Mapping[str, str], monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> Rendezvous:
+def meet(environ: Mapping[str, str], monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> JobStore:
     """Return the store that a rank opens first."""
     monkeypatch.setattr(shared_stores, "_sessions", itertools.count())
     return connect.open_store(detect(environ), environ, timeout_s=timeout_s)

@@ -147,7 +147,7 @@ def test_a_task_of_an_array_goes_back_into_the_queue_alone(
         str(batch.job_id + 1): ("1", "0"),
     }
     assert result.output.count("It goes back into Slurm's queue, and then on by itself") == 1, result.output
-    assert result.output.count("restart  this job was started before, and goes on") == 1, result.output
+    assert result.output.count("restart  this job was started before, and resumes") == 1, result.output
     undisturbed, requeued = (digits_job.weights(tmp_path / f"runs/{task['JobId']}") for task in tasks)
     assert undisturbed == requeued
 

@@ -268,5 +268,5 @@ def test_launcher_without_an_address_is_refused(launcher: str, environ: dict[str
 
 def test_variables_of_an_ended_horovodrun_are_refused() -> None:
     environ = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": digits_job.free_port()}
-    with pytest.raises(LaunchError, match=r"does not answer .* start the job anew"):
+    with pytest.raises(LaunchError, match=r"does not answer .* start the job again"):
         connect.open_store(World(1, 2, 1, 2, launcher="horovodrun"), environ, timeout_s=1)

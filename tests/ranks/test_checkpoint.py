@@ -298,7 +298,7 @@ def test_resume_lists_what_does_not_fit(tmp_path: Path) -> None:
 def test_resume_partial_names_what_is_reset(tmp_path: Path, logged: Callable[[], str]) -> None:
     fit(tmp_path, epochs=1)
     fit(tmp_path, optimizer=torch.optim.SGD, resume="auto", resume_partial=("optimizer",))
-    assert "resume   restored model, random\nresume   anew: optimizer\n" in logged()
+    assert "resume   restored model, random\nresume   reset: optimizer\n" in logged()
 
 
 def test_resume_inside_an_epoch_of_other_data_is_refused(tmp_path: Path, logged: Callable[[], str]) -> None:
@@ -306,7 +306,7 @@ def test_resume_inside_an_epoch_of_other_data_is_refused(tmp_path: Path, logged:
     with pytest.raises(CheckpointError, match=r"samples 12 \(here 16\).*--resume-partial data"):
         fit(tmp_path, num=16, resume="auto")
     fit(tmp_path, num=16, resume="auto", resume_partial=("data",))
-    assert "anew: data (the epoch begins again)" in logged()
+    assert "reset: data (the epoch begins again)" in logged()
 
 
 def test_failed_write_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

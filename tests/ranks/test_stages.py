@@ -23,7 +23,7 @@ from hvd_trainer.errors import UserError
 from hvd_trainer.optim import non_finite
 from hvd_trainer.parallel import fsdp
 from hvd_trainer.parallel.fsdp import gathering_policy
-from hvd_trainer.parallel.pipeline_layout import make_layout
+from hvd_trainer.parallel.stage_placement import make_placement
 
 NUM = 60  # the last of 4 batches of 16 has 12 samples: two of 3 chunks are full, and one is empty
 
@@ -164,13 +164,14 @@ def cut_on_the_host(parallel: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         optimizer.zero_grad()
         both = whole.state_dict(), optimizer.state_dict()["state"]
         weights, state = backend.collectives.broadcast_object(both)
-        layout = make_layout(backend, options.parallel, options.train)
-        layout.check_batch(16)
+        placement = make_placement(backend, options.parallel, options.train)
+        placement.check_batch(16)
         held = _watched_cuts(whole)
-        layout.prepare(whole, optimizer, lambda: None)
+        placement.prepare(whole, optimizer, lambda: None)
         mine = {name: value for name, value in whole.state_dict().items() if not value.is_meta}
-        merged, updates = layout.gather_state(mine), layout.gather_optimizer_state(optimizer.state_dict()["state"])
-        layout.close()
+        merged = placement.gather_state(mine)
+        updates = placement.gather_optimizer_state(optimizer.state_dict()["state"])
+        placement.close()
         if merged is None or updates is None:
             return backend.world.rank, {"held": held}
         same = {

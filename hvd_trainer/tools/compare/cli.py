@@ -5,7 +5,7 @@ python -m hvd_trainer compare --backend ddp --vary chunks=1,2,4 --vary stages=1,
 python -m hvd_trainer compare --search --np 2 -- -m hvd_trainer.mnist
 
 Each trial is started as a job of its own by its engine's own launcher, in rounds: A B, then B A. A run that has
-ended is written down at once, so that the same command goes on where a stopped one was.
+ended is written down at once, so that the same command continues where a stopped one was.
 """
 
 from __future__ import annotations

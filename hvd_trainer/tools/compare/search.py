@@ -218,7 +218,7 @@ class Search:
         if speed is None:
             raise OptionError(
                 f"The job failed {label}, with settings that it has run with before. Look at its last output, and "
-                f"type the same command again: it goes on from here"
+                f"type the same command again: it continues from here"
             )
         return speed
 

@@ -177,7 +177,7 @@ def _about_overlap(cause: Cause, evidence: Evidence) -> Iterator[Action]:
     size = details["best_mb"]
     why = (
         f"{plural(details['best_pieces'], 'bucket')} of gradients, all but the last exchanged while the backward "
-        f"pass goes on (now {details['pieces']})"
+        f"pass runs (now {details['pieces']})"
     )
     option = "--bucket-mb"
     if not evidence.is_trainer_job and evidence.facts.get("uses_hvd"):
@@ -222,7 +222,7 @@ def _about_contention(cause: Cause, evidence: Evidence) -> Iterator[Action]:
         saved = cause.seconds if one is None else evidence.step_s - one[0]
         yield _action(cause, evidence, text, saved, threads=1)
     elif ranks > cores:
-        text = f"-np {cores}: {ranks} ranks share {plural(cores, 'core')}, and none of them gets on faster by it"
+        text = f"-np {cores}: {ranks} ranks share {plural(cores, 'core')}, and none of them is faster for it"
         yield Action(cause=cause.kind, text=text)
     elif workers and ranks * (1 + workers) > cores:
         option = "--workers" if evidence.is_trainer_job else "num_workers"

@@ -379,7 +379,7 @@ def exchange_parts(evidence: Evidence, seconds: float) -> Mapping[str, float]:
 def _overlap(evidence: Evidence, seconds: float, error: float) -> Cause | None:
     """Return what the backward pass could hide of an exchange that takes `seconds` beside it, and does not.
 
-    All buckets but the last one can be exchanged while the backward pass goes on:
+    All buckets but the last one can be exchanged while the backward pass runs:
 
         backward     |====|====|====|
         exchange          |--1--|--2--|--3--|         what is left over: the last bucket, or what is longer than it
@@ -402,7 +402,7 @@ def _overlap(evidence: Evidence, seconds: float, error: float) -> Cause | None:
     whole = sum(evidence.line.parts(num_bytes, pieces))
     saved = min(seconds, whole) - left[best]
     if not any(profile.uses_gpu for profile in evidence.profiles):
-        # An exchange that keeps the cores busy cannot go on beside a backward pass that does, too.
+        # An exchange that keeps the cores busy cannot overlap with a backward pass that does, too.
         idle_cores = max(0.0, evidence.cores - evidence.run_cores)
         saved = min(saved, idle_cores / evidence.ranks * evidence.step_s)
     if saved < MIN_SHARE * evidence.step_s:

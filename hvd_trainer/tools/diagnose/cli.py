@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     """
     options, job = read_command("diagnose", Options, argv)
     check_installed()
-    # Its own: in --out another tool may keep runs that it goes on from.
+    # Its own: in --out another tool may keep runs that it continues from.
     with locked_folder(options.out), locked_folder(options.out / RUNS_FOLDER) as folder:
         normal = MeasuredTrial(
             label=NORMAL,

@@ -44,7 +44,7 @@ def of_starts(evidence: Evidence) -> Iterator[Cause]:
     line = hottest_line(own, profile, whole=True)
     where = str(line or "the DataLoader")
     text = (
-        f"{times} times in {plural(profile.steps, 'step')} the loader's processes are started anew "
+        f"{times} times in {plural(profile.steps, 'step')} the loader's processes are started again "
         f"({processes} in all), which takes {ms(seconds * profile.steps / times)} ms each time, at {where}"
     )
     error = seconds / math.sqrt(times) / SIGMAS

@@ -157,7 +157,7 @@ def _notes(diagnosis: Diagnosis) -> Iterator[str]:
     share = sum(cause.seconds for cause in diagnosis.causes) / evidence.step_s
     if share > OVERLAPPING:
         yield (
-            f"Together the losses are {share:.0%} of a step: some go on at the same time, on several ranks, and "
+            f"Together the losses are {share:.0%} of a step: some happen at the same time, on several ranks, and "
             "to mend one may gain less than its share."
         )
     steps = plural(min(profile.steps for profile in evidence.profiles), "step")

@@ -41,7 +41,7 @@ KNOWN_HOSTS = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
 REMEDIES = {
     "Permission denied": "ssh-copy-id {host}    (once; horovodrun and mpirun cannot type a password)",
     "Connection refused": "apt-get install openssh-server    (on {host}; or name another --ssh-port)",
-    "Host key verification failed": "ssh-keygen -R {host}    (if it was set up anew: another key was known)",
+    "Host key verification failed": "ssh-keygen -R {host}    (if it was set up again: another key was known)",
     "Could not resolve": "getent hosts {host}",
     "timed out": "ping {host}    (is it on? a firewall may stand between)",
     "No route": "ping {host}    (is it on?)",

@@ -50,7 +50,7 @@ class Options:
     """the engine: Horovod, or native torch.distributed"""
     timeout_s: Annotated[float | None, Gt(0)] = None
     """how long a rank may make no progress, in seconds, before the job ends with all ranks' stacks; None: they are
-    reported after 600 s, and the job goes on"""
+    reported after 600 s, and the job continues"""
     startup_timeout_s: Annotated[float, Gt(0)] = 300.0
     """how long the ranks may take to meet"""
     threads: Annotated[int | None, Ge(1)] = None

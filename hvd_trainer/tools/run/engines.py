@@ -293,7 +293,7 @@ def _wrap_horovod(module: ModuleType, session: ScriptSession | None) -> None:
             if session is not None and session.is_in_charge:
                 atexit.unregister(self.shutdown)  # others may still exchange: the session ends it
             return result
-        from hvd_trainer.backends.horovod_start import rank_variables
+        from hvd_trainer.backends.horovod_start import start_rendezvous
         from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, completes_asynchronously
         from hvd_trainer.rendezvous.ranks import check_world
 
@@ -303,7 +303,9 @@ def _wrap_horovod(module: ModuleType, session: ScriptSession | None) -> None:
             return result
         started = session.start(uses_nccl=bool(self.nccl_built()))
         several = started.world.size > 1
-        variables = rank_variables(started.world, started.peers, started.store, started.address) if several else {}
+        variables = (
+            start_rendezvous(started.world, started.peers, started.store, started.address) if several else {}
+        )
         if completes_asynchronously(self):
             variables |= {name: value for name, value in ASYNC_COMPLETION.items() if name not in os.environ}
         with set_variables(variables):

@@ -177,7 +177,7 @@ def verify(script: Script, *, kills: int, draw: random.Random, folder: Path) -> 
     if again >= steps:
         raise LaunchError(
             f"The script does not resume: started again after {plural(kills, 'kill')}, it made all "
-            f"{plural(steps, 'step')} anew. Let it save every {plural((limit + 1) // 2, 'step')} at least (or "
+            f"{plural(steps, 'step')} again. Let it save every {plural((limit + 1) // 2, 'step')} at least (or "
             f"train longer, or type fewer --kills), and load at its start what it has saved"
         )
     same = disturbed["weights"] == undisturbed["weights"] != RANKS_DIFFER

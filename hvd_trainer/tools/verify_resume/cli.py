@@ -22,7 +22,7 @@ class Options:
     """Kill a training again and again, and prove that nothing was lost.
 
     The script behind -- runs once undisturbed. Then it runs again, and ranks and the launcher are killed after
-    random numbers of steps; after each kill the same command goes on. In the end both must have trained the same
+    random numbers of steps; after each kill the same command continues. In the end both must have trained the same
     weights, to the last bit. Each of the two has a working folder of its own; where the script is told its
     checkpoint, write {folder}: a job that is built on the Trainer needs --log-dir {folder}/log --resume auto.
 

@@ -27,7 +27,6 @@ from hvd_trainer.parallel.grid import check_stages, make_grid
 from hvd_trainer.parallel.microbatch import split_batch
 from hvd_trainer.parallel.partition import balance_weights, block_names, make_partitions, parse_balance
 from hvd_trainer.parallel.pipeline import StageStep
-from hvd_trainer.parallel.pipeline_layout import refuse_stages_on_gloo
 from hvd_trainer.parallel.schedule import bubble, check_chunks
 from hvd_trainer.parallel.sharded_optimizer import (
     BUCKET_BYTES,
@@ -36,6 +35,7 @@ from hvd_trainer.parallel.sharded_optimizer import (
     assign_owners,
     make_buckets,
 )
+from hvd_trainer.parallel.stage_placement import refuse_stages_on_gloo
 
 
 @pytest.mark.parametrize(
@@ -275,8 +275,8 @@ def test_total_norm_copies_indices_only_when_they_change(monkeypatch: pytest.Mon
     runner: Any = SimpleNamespace(group=None)
     parts = StepParts(
         backend=backend,
-        model=model,
-        bare=model,
+        train_model=model,
+        eval_model=model,
         optimizer=optimizer,
         loss=nn.functional.mse_loss,
         progress=Progress(),

@@ -269,7 +269,7 @@ CASES = {
             ),
         ),
         *("loader starts", 10, "train.py:50 main, for x in loader: persistent_workers=True"),
-        "5 times in 50 steps the loader's processes are started anew (10 in all)",
+        "5 times in 50 steps the loader's processes are started again (10 in all)",
     ),
     # It was "do this every few steps only": what a forward pass computes cannot be left out.
     "a script that computes its forward pass by itself": Case(

@@ -1,7 +1,7 @@
 """Which part of the model and which shard of the data a rank has; only this layer knows.
 
-Layout            each rank has all blocks, and its own shard of the data
-PipelineLayout    the ranks of a stage group have a stage of one replica each, and the same shard of the data
+ModelPlacement    each rank has all blocks, and its own shard of the data
+StagePlacement    the ranks of a stage group have a stage of one replica each, and the same shard of the data
 
 With either, a replica group may shard the optimizer's state (`sharded_optimizer.py`), or parameters and gradients,
 too (`fsdp.py`).
@@ -37,7 +37,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Layout:
+class ModelPlacement:
     """The distribution of one training over ranks and devices: here a whole replica on each rank.
 
     Args:
@@ -158,7 +158,7 @@ class Layout:
             return TrainStep(parts)
         from hvd_trainer.parallel.fsdp import FSDPStep
 
-        return FSDPStep(replace(parts, bare=parts.model))
+        return FSDPStep(replace(parts, eval_model=parts.train_model))
 
     def gather_state(self, owned: Mapping[K, V]) -> dict[K, V] | None:
         """Return what the stages of the first replica have together, on rank 0; else None. A collective."""

@@ -20,10 +20,10 @@ from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.parallel.block_timing import time_blocks
 from hvd_trainer.parallel.device_pipeline import DevicePipeline
 from hvd_trainer.parallel.grid import make_grid
-from hvd_trainer.parallel.layout import K, Layout, V, drop_other_state
 from hvd_trainer.parallel.microbatch import slice_samples
 from hvd_trainer.parallel.partition import MB, Partition, block_names, make_partitions
 from hvd_trainer.parallel.pipeline import Runner, SingleStage, StagePipeline, StageStep
+from hvd_trainer.parallel.placement import K, ModelPlacement, V, drop_other_state
 from hvd_trainer.parallel.schedule import bubble, check_chunks
 from hvd_trainer.parallel.stage_module import StageModule
 from hvd_trainer.utils import accelerator
@@ -33,7 +33,7 @@ _BLOCK_TIMES_S: WeakKeyDictionary[nn.Module, list[float]] = WeakKeyDictionary()
 """Measured time of each block of a model, in seconds."""
 
 
-class PipelineLayout(Layout):
+class StagePlacement(ModelPlacement):
     """Train a replica in stages on several ranks, or on one rank in micro-batches."""
 
     def __init__(
@@ -206,11 +206,11 @@ class PipelineLayout(Layout):
         self._group = self._pipeline = None
 
 
-def make_layout(
+def make_placement(
     backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
-) -> Layout:
-    """Return how this job's ranks share model and data; arguments and errors as of `Layout`."""
-    return (PipelineLayout if options.is_staged else Layout)(backend, options, train, exchange=exchange)
+) -> ModelPlacement:
+    """Return how this job's ranks share model and data; arguments and errors as of `ModelPlacement`."""
+    return (StagePlacement if options.is_staged else ModelPlacement)(backend, options, train, exchange=exchange)
 
 
 def refuse_stages_on_gloo(backend: Backend, stages: int) -> None:
