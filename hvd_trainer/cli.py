@@ -76,7 +76,7 @@ def _main(words: list[str]) -> int:
         if (new := RENAMED.get(name)) is not None:
             raise OptionError(f"{name} is now called {new}. Type: {COMMAND} {new} --help")
         if name not in MODULES:
-            guess = "".join(f": did you mean {its}?" for its in get_close_matches(name, MODULES, 1)) or "."
+            guess = "".join(f": did you mean {near}?" for near in get_close_matches(name, MODULES, 1)) or "."
             raise OptionError(f"there is no command {name!r}{guess} Type: {COMMAND} --help")
         return int(importlib.import_module(MODULES[name]).main(rest))
     except UserError as error:

@@ -48,5 +48,5 @@ def create(
     module, _, attribute = BACKENDS[options.backend].partition(":")
     kind: type[Backend] = getattr(importlib.import_module(module), attribute)
     kind.check_options(options)
-    own = {"ddp_kwargs": ddp_kwargs} if options.backend == "ddp" else {}
+    own: dict[str, Any] = {"ddp_kwargs": ddp_kwargs} if options.backend == "ddp" else {}
     return kind(Session(options, environ, devices), grouping=grouping, **own)

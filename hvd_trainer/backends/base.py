@@ -517,7 +517,7 @@ def _scaled_update(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool |
     called, and reads a flag on the device, which is returned here.
     """
     flags: list[Tensor | None] = []
-    hook = optimizer.register_step_pre_hook(lambda its, *_: flags.append(getattr(its, "found_inf", None)))
+    hook = optimizer.register_step_pre_hook(lambda stepped, *_: flags.append(getattr(stepped, "found_inf", None)))
     try:
         scaler.step(optimizer)
     finally:

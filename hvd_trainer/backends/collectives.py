@@ -80,11 +80,11 @@ class Collectives(ABC):
         """
         if self.world.size == 1:
             return [value]
-        mine, tensors = encode_object(value)
+        own, tensors = encode_object(value)
         with self._waiting():
-            lengths = [int(length) for length in self._all_gather(torch.tensor([len(mine)]))]
+            lengths = [int(length) for length in self._all_gather(torch.tensor([len(own)]))]
             # The shorter ones are padded, because all ranks must send tensors of one shape.
-            payload = torch.frombuffer(bytearray(mine.ljust(max(lengths))), dtype=torch.uint8)
+            payload = torch.frombuffer(bytearray(own.ljust(max(lengths))), dtype=torch.uint8)
             parts = self._all_gather(payload)
             return [
                 self._follow(value, tensors, part[:length], rank)
@@ -130,8 +130,8 @@ class Collectives(ABC):
                 return pairwise_sum(self._all_gather(tensor))
             length = -(-len(tensor) // size)
             rows = nn.functional.pad(tensor, (0, length * size - len(tensor))).view(size, length)
-            mine = pairwise_sum(list(self._all_to_all(rows)))
-            return torch.cat(self._all_gather(mine))[: len(tensor)]
+            own = pairwise_sum(list(self._all_to_all(rows)))
+            return torch.cat(self._all_gather(own))[: len(tensor)]
 
     @abstractmethod
     def broadcast_to_replicas(self, pairs: Sequence[tuple[Tensor, int]]) -> None:

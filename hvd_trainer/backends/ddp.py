@@ -70,8 +70,8 @@ class DDPBackend(Backend):
         accepted = inspect.signature(DistributedDataParallel).parameters.keys() - SET_BY_OPTIONS
         if refused := sorted(self._ddp_kwargs.keys() - accepted):
             raise OptionError(
-                f"ddp_kwargs has {', '.join(refused)}, which DistributedDataParallel does not take or "
-                f"EngineOptions sets. It may have: {', '.join(sorted(accepted))}"
+                f"ddp_kwargs has {', '.join(refused)}, which DistributedDataParallel does not take, or which the "
+                f"engine sets by its options. It may have: {', '.join(sorted(accepted))}"
             )
 
     @property
@@ -99,9 +99,9 @@ class DDPBackend(Backend):
         """Raise BackendError if this rank's device or this PyTorch cannot use the transport."""
         fits = accelerator.collectives(self.device)
         if self.transport not in ("gloo", fits):
-            found = "this rank has none" if fits == "gloo" else f"that of this rank takes {fits}"
+            seen = "this rank has none" if fits == "gloo" else f"that of this rank takes {fits}"
             raise BackendError(
-                f"--transport {self.transport} needs a GPU per rank, and {found}. Leave it out, or use "
+                f"--transport {self.transport} needs a GPU per rank, and {seen}. Leave it out, or use "
                 f"--transport gloo"
             )
         if self.transport != "gloo" and not dist.is_backend_available(self.transport):
@@ -134,7 +134,7 @@ class DDPBackend(Backend):
 
     def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         # Buffers: see Backend.average_buffers.
-        kwargs = {BUFFERS_IN_FORWARD: False, "gradient_as_bucket_view": True, **self._ddp_kwargs}
+        kwargs: dict[str, Any] = {BUFFERS_IN_FORWARD: False, "gradient_as_bucket_view": True, **self._ddp_kwargs}
         ddp = DistributedDataParallel(
             model,
             # Batches are on the device already; with `device_ids` each forward would check that.

@@ -24,28 +24,30 @@ def choose_devices(world: World, kind: str = "auto", devices: Devices = 1) -> li
     Raises:
         BackendError: devices were asked for that PyTorch does not see.
     """
-    found = None if kind == "cpu" else accelerator.kind()
-    if kind not in ("auto", "cpu", found):
+    present = None if kind == "cpu" else accelerator.kind()
+    if kind not in ("auto", "cpu", present):
         raise BackendError(
             f"--device {kind} was asked for, but PyTorch {torch.__version__} sees no such GPU"
-            f"{f' (it sees {found})' if found else ''}. Type: {COMMAND} doctor, to see why; or train "
-            f"{f'with --device {found}' if found else 'on CPUs with --device cpu'}"
+            f"{f' (it sees {present})' if present else ''}. Type: {COMMAND} doctor, to see why; or train "
+            f"{f'with --device {present}' if present else 'on CPUs with --device cpu'}"
         )
-    visible = accelerator.count(found)
+    visible = accelerator.count(present)
     if not isinstance(devices, int):
-        chosen = [_device_named(name, found, visible) for name in devices]
-    elif found is None:
+        chosen = [_device_named(name, present, visible) for name in devices]
+    elif present is None:
         chosen = [torch.device("cpu")] * devices
     else:
         numbers = gpu_numbers(world.local_rank, world.local_size, visible, devices)
-        chosen = [torch.device(found, number) for number in numbers]
+        chosen = [torch.device(present, number) for number in numbers]
     return chosen
 
 
 def _device_named(name: str, kind: str | None, visible: int) -> torch.device:
-    there = ["cpu", *(f"{kind}:{number}" for number in range(visible))]
-    if name not in there:
-        raise BackendError(f"--devices {name}: there is no such device here. There are: {', '.join(there)}")
+    visible_names = ["cpu", *(f"{kind}:{number}" for number in range(visible))]
+    if name not in visible_names:
+        raise BackendError(
+            f"--devices {name}: there is no such device here. There are: {', '.join(visible_names)}"
+        )
     return torch.device(name)
 
 

@@ -93,8 +93,8 @@ class HorovodBackend(Backend):
         sets = [hvd.ProcessSet(ranks) for ranks in self.replica_groups] if len(self.replica_groups) > 1 else []
         with set_variables(self._mpi_variables() if self._uses_mpi else self._variables()):
             hvd.init(process_sets=sets)
-        mine = (its for its in sets if self.world.rank in its.ranks)
-        self.collectives.process_set = next(mine, hvd.global_process_set)
+        own_sets = (group for group in sets if self.world.rank in group.ranks)
+        self.collectives.process_set = next(own_sets, hvd.global_process_set)
         check_world(self.world, "Horovod", hvd.rank(), hvd.size())
 
     def _mpi_variables(self) -> dict[str, str]:
@@ -142,7 +142,8 @@ class HorovodBackend(Backend):
 
     def _tuning(self) -> dict[str, str]:
         """Return Horovod's settings by options and device, except those that the user's environment has."""
-        environ, wanted = self.session.environ, {}
+        environ = self.session.environ
+        wanted: dict[str, str] = {}
         if environ.get("HOROVOD_AUTOTUNE", "0") == "0":  # it leaves alone what is set
             # Fusing our buckets, which are large already, would copy them and sum them in another order.
             wanted["HOROVOD_FUSION_THRESHOLD"] = "0"

@@ -29,14 +29,14 @@ def synchronize(
     Raises:
         BackendError: the ranks built different models.
     """
-    mine: dict[str, Any] = {
+    own: dict[str, Any] = {
         "tensors": [
             (name, tuple(t.shape), str(t.dtype)) for name, t in without_extra_state(model.state_dict()).items()
         ],
         "optimizer": optimizer.state_dict() if state is None else state,
     }
-    first = collectives.broadcast_object(mine if collectives.world.is_first else {})
-    theirs, ours = first["tensors"], mine["tensors"]
+    first = collectives.broadcast_object(own if collectives.world.is_first else {})
+    theirs, ours = first["tensors"], own["tensors"]
     if theirs != ours:
         difference = next(
             (f"{b} against {a} on rank 0" for a, b in zip(theirs, ours, strict=False) if a != b),

@@ -67,15 +67,15 @@ def new_group(
     """
     if not dist.is_initialized():
         start(session, "gloo")
-    mine: Any = None
+    own: Any = None
     # A default group of Gloo has no device, and NCCL's would take that of LOCAL_RANK, or of the rank among all.
     device = None if transport in (None, "gloo") else session.device
     for ranks in groups:
         made = dist.new_group(list(ranks), backend=transport, device_id=device)
         if session.world.rank in ranks:
-            mine = made
-    assert isinstance(mine, dist.ProcessGroup)
-    return mine
+            own = made
+    assert isinstance(own, dist.ProcessGroup)
+    return own
 
 
 def standalone_group(store: dist.Store, rank: int, size: int, device: torch.device) -> Any:

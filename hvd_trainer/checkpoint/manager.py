@@ -69,30 +69,30 @@ class CheckpointManager:
             CheckpointError: the checkpoint does not fit, or the one that was asked for is missing.
             OptionError: a new rank is in another `fit` of its process than the ranks that stayed.
         """
-        found = self._from_memory()
-        from_disk = found is None
-        if found is None:
-            found = self._from_disk()
+        loaded = self._from_memory()
+        from_disk = loaded is None
+        if loaded is None:
+            loaded = self._from_disk()
         # From here on dropout differs between ranks, and not between engines.
         torch.manual_seed(seed + 1 + self.backend.world.rank)
-        said = list(found.notes)
-        if found.state is not None:
-            said += self.state.restore(found.state, self.options.resume_partial)
+        said = list(loaded.notes)
+        if loaded.state is not None:
+            said += self.state.restore(loaded.state, self.options.resume_partial)
             if self.snapshot.state is not None:
                 self.snapshot.step = self.progress.step
             said.append(f"at epoch {self.progress.epoch + 1}, after {self.progress.step:,} steps")
         if from_disk:
-            self._refuse_newer_elsewhere(-1 if found.state is None else self.progress.step)
+            self._refuse_newer_elsewhere(-1 if loaded.state is None else self.progress.step)
         for line in said:
             self.log.info(f"resume   {line}")
         self.log.open_at(
             self.progress.step,
             self.progress.epoch,
-            goes_on=found.continues_run,
+            goes_on=loaded.continues_run,
             finished=is_over(),
             names=self._in_this_fit(self.backend.session.job.names),
         )
-        return found.state is not None
+        return loaded.state is not None
 
     def _from_memory(self) -> storage.LoadedCheckpoint | None:
         """Return the newest snapshot of any rank; None without elastic mode, and at its start. A collective."""
@@ -111,8 +111,8 @@ class CheckpointManager:
         if newest < 0:
             return None
         holder = steps.index(newest)
-        mine = snapshot.state if self.backend.world.rank == holder else None
-        snapshot.state = self.backend.collectives.broadcast_object(mine, holder)
+        held = snapshot.state if self.backend.world.rank == holder else None
+        snapshot.state = self.backend.collectives.broadcast_object(held, holder)
         # A copy, or training would change the snapshot.
         state = copy_to_host(snapshot.state)
         return storage.LoadedCheckpoint(
@@ -129,20 +129,24 @@ class CheckpointManager:
                 self.log.info("restart  this job was started before, and resumes")
             resume = self.options.resume
             try:
-                found = storage.restore(self.log.folder, "auto" if again else resume)
-                if again and found.state is None and resume != "auto":
-                    found = storage.restore(self.log.folder, resume)
-                outcome = found._asdict()
+                loaded = storage.restore(self.log.folder, "auto" if again else resume)
+                if again and loaded.state is None and resume != "auto":
+                    loaded = storage.restore(self.log.folder, resume)
+                outcome = loaded._asdict()
             except CheckpointError as error:
                 outcome = {"error": str(error)}
         outcome = self.backend.collectives.broadcast_object(outcome)
         if "error" in outcome:
             raise CheckpointError(outcome["error"])
-        found = storage.LoadedCheckpoint(**outcome)
-        if self.backend.session.driver is not None and found.state is not None and not self.options.resume_partial:
+        loaded = storage.LoadedCheckpoint(**outcome)
+        if (
+            self.backend.session.driver is not None
+            and loaded.state is not None
+            and not self.options.resume_partial
+        ):
             # A snapshot taken now would lack what the metrics of the running epoch have gathered.
-            self.snapshot.state = copy_to_host(found.state)
-        return found
+            self.snapshot.state = copy_to_host(loaded.state)
+        return loaded
 
     def _refuse_newer_elsewhere(self, step: int) -> None:
         """Refuse newer checkpoints on another node. A collective.
@@ -161,12 +165,12 @@ class CheckpointManager:
         newest = -1
         if backend.world.is_first_on_node and not backend.world.is_first:
             again = self.log.belongs_to(self._in_this_fit(backend.session.job.previous_names))
-            found, _ = (
+            checkpoints, _ = (
                 storage.find_checkpoints(place / "checkpoints")
                 if again or self.options.resume == "auto"
                 else ([], [])
             )
-            newest = max((manifest.step for manifest, _ in found), default=-1)
+            newest = max((manifest.step for manifest, _ in checkpoints), default=-1)
         everyone = backend.collectives.all_gather_object(newest)
         if max(everyone) > step:
             theirs, ours = backend.session.peers[everyone.index(max(everyone))].host, backend.session.peers[0].host

@@ -175,13 +175,13 @@ def load(path: Path) -> dict[str, Any]:
 
 def find_checkpoints(folder: Path) -> tuple[list[tuple[Manifest, Path]], list[CheckpointError]]:
     """Return the checkpoints of a folder with a valid manifest, newest first, and the errors of the others."""
-    found, refused = [], []
+    valid, refused = [], []
     for path in sorted(path for path in folder.glob("[!.]*") if path.is_dir()):
         try:
-            found.append((read_manifest(path), path))
+            valid.append((read_manifest(path), path))
         except CheckpointError as error:
             refused.append(error)
-    return sorted(found, key=lambda entry: entry[0].number, reverse=True), refused
+    return sorted(valid, key=lambda entry: entry[0].number, reverse=True), refused
 
 
 def prune(folder: Path, *, keep: int, best: str | None) -> None:
@@ -193,12 +193,12 @@ def prune(folder: Path, *, keep: int, best: str | None) -> None:
     Raises:
         CheckpointError: one cannot be removed.
     """
-    found, _ = find_checkpoints(folder)
-    kept = {path for _, path in found[:keep]}
-    if best is not None and (best_path := find_best(found, best)) is not None:
+    checkpoints, _ = find_checkpoints(folder)
+    kept = {path for _, path in checkpoints[:keep]}
+    if best is not None and (best_path := find_best(checkpoints, best)) is not None:
         kept.add(best_path)
     try:
-        for path in [path for _, path in found if path not in kept]:
+        for path in [path for _, path in checkpoints if path not in kept]:
             # Hidden first: a removal that is interrupted leaves no half checkpoint behind.
             path.rename(path.with_name(f".{path.name}.old"))
     except OSError as error:
@@ -222,10 +222,10 @@ def remove_leftovers(folder: Path) -> None:
         raise CheckpointError(f"What is left of a checkpoint could not be removed: {error}") from error
 
 
-def find_best(found: list[tuple[Manifest, Path]], figure: str) -> Path | None:
+def find_best(checkpoints: list[tuple[Manifest, Path]], figure: str) -> Path | None:
     """Return the checkpoint with the lowest loss, or the highest of another figure; of equals the earliest."""
     sign = 1 if is_better_lower(figure) else -1
-    rated = [(sign * m.figures[figure], m.number, path) for m, path in found if figure in m.figures]
+    rated = [(sign * m.figures[figure], m.number, path) for m, path in checkpoints if figure in m.figures]
     return min(rated)[2] if rated else None
 
 
@@ -261,8 +261,8 @@ def restore(log_folder: Path | None, resume: str) -> LoadedCheckpoint:
     folder = place / "checkpoints"
     if resume != "auto" and not folder.is_dir():
         folder = place
-    found, refused = find_checkpoints(folder)
-    for _, path in found:
+    checkpoints, refused = find_checkpoints(folder)
+    for _, path in checkpoints:
         try:
             notes = [*(f"not from this one: {error}" for error in refused), f"from {path}"]
             return LoadedCheckpoint(load(path), _is_in(path, log_folder), notes)

@@ -83,14 +83,14 @@ class TrainState:
         # At an epoch's end evaluation has made buffers equal, and a mean of equal numbers could round.
         differ = meter is not None and not self.reproducible
         means = self.backend.mean_buffers(self.model) if differ else {}
-        mine: dict[str, Any] = {"random": rng_state(self.backend.device)}
+        of_rank: dict[str, Any] = {"random": rng_state(self.backend.device)}
         if meter is not None:
-            mine["metrics"] = meter.state_dict()
+            of_rank["metrics"] = meter.state_dict()
             own = dict(self.model.named_buffers())
-            mine["buffers"] = {name: own[name] for name in means}
-        ranks = self.backend.collectives.all_gather_object(mine)
-        mine_of_model = state_on_this_stage(self.model)
-        model = self.parts.gather_state({name: means.get(name, value) for name, value in mine_of_model.items()})
+            of_rank["buffers"] = {name: own[name] for name in means}
+        ranks = self.backend.collectives.all_gather_object(of_rank)
+        of_stage = state_on_this_stage(self.model)
+        model = self.parts.gather_state({name: means.get(name, value) for name, value in of_stage.items()})
         if model is not None:
             model = {name: model[name] for name in self.model.state_dict()}  # in the model's order
         others = {name: part.state_dict() for name, part in self.others.items()}
@@ -152,11 +152,13 @@ class TrainState:
         part: Any
         for name, part in self.others.items():
             if self._fits(state, name):
-                its = state[name]
+                loaded = state[name]
                 if name == "optimizer":
-                    load_in_place(part, {**its, "state": self.parts.local_optimizer_state(part, its["state"])})
+                    load_in_place(
+                        part, {**loaded, "state": self.parts.local_optimizer_state(part, loaded["state"])}
+                    )
                 else:
-                    part.load_state_dict(its)
+                    part.load_state_dict(loaded)
                 restored.append(name)
             else:
                 reset.append(name)
@@ -173,10 +175,10 @@ class TrainState:
         """Load the state that is kept per rank; append to `restored` and `reset`, and return further lines."""
         world, device = self.backend.world, self.backend.device
         same = len(ranks) == world.size
-        mine = ranks[world.rank] if same else {}
+        own = ranks[world.rank] if same else {}
         notes = []
-        if "random" in mine:
-            set_rng_state(mine["random"], device)
+        if "random" in own:
+            set_rng_state(own["random"], device)
             restored.append("random")
         elif not self.parts.seeds_itself:
             seed_all(derive_seed(self.data["seed"], self.progress.step, world.rank), device)
@@ -184,7 +186,7 @@ class TrainState:
         if not same and not self.parts.seeds_itself:
             before = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
             notes.append(f"it was saved by {before}: dropout draws other numbers now, and all else continues")
-        for name, buffer in mine.get("buffers", {}).items():
+        for name, buffer in own.get("buffers", {}).items():
             if not is_on_other_stage(self.model.get_buffer(name)):
                 self.model.get_buffer(name).copy_(buffer)
         gathered = [rank["metrics"] for rank in ranks if "metrics" in rank] if self.progress.consumed else []
@@ -209,29 +211,29 @@ class TrainState:
         Progress().load_state_dict(state["progress"])
         for rank in state["ranks"]:
             self._check_rank(rank)
-        found = find_differences(*map(without_extra_state, (self.model.state_dict(), state["model"])))
+        mismatches = find_differences(*map(without_extra_state, (self.model.state_dict(), state["model"])))
         for name in self.others:
             if self._fits(state, name):
-                found += [f"{key} of its {name} is no number" for key in self._find_non_numbers(state, name)]
+                mismatches += [f"{key} of its {name} is no number" for key in self._find_non_numbers(state, name)]
             if name in partial or self._fits(state, name):
                 continue
-            there = f"its {name} is {state['kinds'][name]}, not {type(self.others[name]).__name__}"
-            found.append(
-                (there if name in state["kinds"] else f"it has no {name}")
+            kind = f"its {name} is {state['kinds'][name]}, not {type(self.others[name]).__name__}"
+            mismatches.append(
+                (kind if name in state["kinds"] else f"it has no {name}")
                 + f" (to reset it: --resume-partial {name})"
             )
         if "random" not in partial and any("random" not in rank for rank in state["ranks"]):
-            found.append("it has no random state (to reset it: --resume-partial random)")
+            mismatches.append("it has no random state (to reset it: --resume-partial random)")
         if state["progress"]["consumed"] and state["data"] != self.data and "data" not in partial:
             theirs, ours = state["data"], self.data
             changed = [
                 f"{key} {theirs.get(key)} (here {ours[key]})" for key in ours if theirs.get(key) != ours[key]
             ]
-            found.append(
+            mismatches.append(
                 f"it was saved inside an epoch of other data: {', '.join(changed)} (to begin that epoch again: "
                 f"--resume-partial data)"
             )
-        return found
+        return mismatches
 
     def _check_rank(self, rank: Mapping[str, Any]) -> None:
         """Check the state of one rank, on all ranks: else all but that one would train on.
@@ -253,9 +255,10 @@ class TrainState:
         pairs = [(ours, theirs), *zip(ours.get("param_groups", ()), theirs.get("param_groups", ()), strict=False)]
         return [
             key
-            for mine, its in pairs
-            for key, value in mine.items()
-            if isinstance(value, int | float) and not isinstance(its.get(key, value), int | float | torch.Tensor)
+            for own, loaded in pairs
+            for key, value in own.items()
+            if isinstance(value, int | float)
+            and not isinstance(loaded.get(key, value), int | float | torch.Tensor)
         ]
 
 

@@ -42,8 +42,8 @@ class StopCondition:
         """Return whether the figure is as good as this; False if it is missing, or is not a number."""
         if self.figure not in figures:
             return False
-        found = figures[self.figure]
-        return found <= self.value if is_better_lower(self.figure) else found >= self.value
+        value = figures[self.figure]
+        return value <= self.value if is_better_lower(self.figure) else value >= self.value
 
     def check(self, known: Collection[str]) -> None:
         """Check that the epochs' records will have the figure.
@@ -58,8 +58,8 @@ class StopCondition:
         """Return the line of the summary that says whether it was reached; None without a figure."""
         if not self.figure:
             return None
-        found = f"{figures.get(self.figure, math.nan):g}"
-        return f"until    {self}: {'reached' if self.is_reached(figures) else 'not reached'}, with {found}"
+        value = f"{figures.get(self.figure, math.nan):g}"
+        return f"until    {self}: {'reached' if self.is_reached(figures) else 'not reached'}, with {value}"
 
     def __str__(self) -> str:
         return f"{self.figure}={self.value:g}"

@@ -23,13 +23,13 @@ def as_pair(batch: Any) -> Batch:
     """
     if isinstance(batch, list | tuple) and len(batch) == 2:
         return batch[0], batch[1]
-    found = f"a {type(batch).__name__}"
+    seen = f"a {type(batch).__name__}"
     if isinstance(batch, Mapping):
-        found += f" with {', '.join(map(str, batch))}"
+        seen += f" with {', '.join(map(str, batch))}"
     elif isinstance(batch, list | tuple):
-        found += f" of {len(batch)}"
+        seen += f" of {len(batch)}"
     raise DataError(
-        f"A batch should be a pair of inputs and targets, but is {found}. Let the data set give pairs, or give "
+        f"A batch should be a pair of inputs and targets, but is {seen}. Let the data set give pairs, or give "
         f"the trainer collate=, a function that makes a pair of batches from a list of samples."
     )
 

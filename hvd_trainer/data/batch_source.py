@@ -88,14 +88,14 @@ class SourceLoader(Loader):
             )
         for done in range(0, samples, self.plan.batch_size):
             due, batch = min(self.plan.batch_size, samples - done), next(batches, None)
-            found = 0 if batch is None else samples_in(batch)
-            if batch is None or found < due:
+            count = 0 if batch is None else samples_in(batch)
+            if batch is None or count < due:
                 raise DataError(
-                    f"{self.name} gave a batch of {found} samples after {done}, where {due} were due: by its "
+                    f"{self.name} gave a batch of {count} samples after {done}, where {due} were due: by its "
                     f"length of {self.num_samples}, each of its shards ({shards}) has {samples}. Correct __len__, "
                     f"or give full batches of {self.plan.batch_size}, and a new iterator each time."
                 )
-            yield batch if found == due else first_samples(batch, due)
+            yield batch if count == due else first_samples(batch, due)
 
     def _skip(self, batches: Iterator[Batch], consumed: int) -> Iterator[Batch]:
         skipped = 0
@@ -112,16 +112,16 @@ class SourceLoader(Loader):
             DataError: a batch has not the size that was asked for.
         """
         seed = derive_seed(self.plan.seed, epoch, self._shard.number)
-        most, first = self.plan.batch_size, 0
+        limit, first = self.plan.batch_size, 0
         for number, batch in enumerate(map(as_pair, iterate_isolated(self._raw(epoch), seed, CPU))):
             count = samples_in(batch)
             if count == 0:
                 raise DataError(f"{self.name} gave an empty batch: leave it out.")
-            if count > most or (number == 1 and first < most):
-                found = count if count > most else first
+            if count > limit or (number == 1 and first < limit):
+                wrong = count if count > limit else first
                 raise DataError(
-                    f"{self.name} gave a batch of {found} samples, and a rank's batch has {most}: make batches of "
-                    f"{most}, or change --batch-size."
+                    f"{self.name} gave a batch of {wrong} samples, and a rank's batch has {limit}: make batches "
+                    f"of {limit}, or change --batch-size."
                 )
             first = first or count
             yield batch

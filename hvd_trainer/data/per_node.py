@@ -59,7 +59,9 @@ def participants(backend: Backend) -> dict[int, str]:
     they have done until there what it does. From then on all ranks do the same.
     """
     session = backend.session
-    return {rank: its.node for rank, its in enumerate(session.peers) if session.has_trained or not its.past_worlds}
+    return {
+        rank: peer.node for rank, peer in enumerate(session.peers) if session.has_trained or not peer.past_worlds
+    }
 
 
 def next_call(backend: Backend, name: str) -> str:
@@ -84,7 +86,7 @@ def _run_on(backend: Backend, ranks: list[int], prepare: Callable[[], str | None
                 f"See what it printed; or get the data before the job starts, and pass --data-dir"
             ) from None  # whose own text has the store's keys, which begin with the token
         trouble.append(json.loads(store.get(key)))
-    return [found for found in trouble if found is not None]
+    return [text for text in trouble if text is not None]
 
 
 def _attempt(prepare: Callable[[], str | None]) -> str | None:

@@ -105,10 +105,10 @@ def equal_batches(batches: Iterator[Batch], backend: Backend, empty: str | None)
     """
     for number in itertools.count():
         batch = next(batches, None)
-        mine = 0 if batch is None else samples_in(batch)
-        smallest = int(backend.collectives.all_reduce_numbers([mine], "min")[0])
+        own = 0 if batch is None else samples_in(batch)
+        smallest = int(backend.collectives.all_reduce_numbers([own], "min")[0])
         if smallest == 0 and number == 0 and empty is not None:
             raise DataError(empty)
         if batch is None or smallest == 0:
             return
-        yield batch if smallest == mine else first_samples(batch, smallest)
+        yield batch if smallest == own else first_samples(batch, smallest)

@@ -42,11 +42,11 @@ class BuildPlan:
     @property
     def name(self) -> str:
         """The name of the wheel's folder in the wheel dir, which has all of the record."""
-        its = self.record
-        gpu = f"cuda{its['cuda']}-nccl{its['nccl']}" if its["cuda"] else "cpu"
-        mpi = f"-mpi{its['mpi']}" if its["mpi"] else ""
-        horovod = f"horovod{its['horovod']}-p{its['patch_set']}"
-        return f"{horovod}-torch{its['torch']}-{its['python']}-{its['machine']}-{gpu}{mpi}"
+        record = self.record
+        gpu = f"cuda{record['cuda']}-nccl{record['nccl']}" if record["cuda"] else "cpu"
+        mpi = f"-mpi{record['mpi']}" if record["mpi"] else ""
+        horovod = f"horovod{record['horovod']}-p{record['patch_set']}"
+        return f"{horovod}-torch{record['torch']}-{record['python']}-{record['machine']}-{gpu}{mpi}"
 
 
 def python_tag() -> str:

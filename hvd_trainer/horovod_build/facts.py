@@ -75,8 +75,8 @@ class TorchFacts:
     @property
     def compute_capabilities(self) -> str:
         """The GPUs to compile for ("75,80,90"); without them nvcc compiles for every GPU that it knows."""
-        found = {match[1] for text in self.architectures if (match := re.fullmatch(r"sm_(\d+)", text))}
-        return ",".join(sorted(found, key=int))
+        numbers = {match[1] for text in self.architectures if (match := re.fullmatch(r"sm_(\d+)", text))}
+        return ",".join(sorted(numbers, key=int))
 
 
 @dataclass(frozen=True)
@@ -117,18 +117,18 @@ def parse_facts(out: str, code: int | None, said: str) -> Facts:
         code: its exit code; None: its time was up.
         said: the reason that it gave, if it failed.
     """
-    found: dict[str, Any] = {}
+    printed: dict[str, Any] = {}
     for line in out.splitlines():
         # Horovod without its extension prints a warning, and the last line may be incomplete.
         with suppress(ValueError, TypeError):
-            found.update(json.loads(line))
+            printed.update(json.loads(line))
     ended = f"it was killed by signal {-code}" if code is not None and code < 0 else said
-    if "torch" not in found:
+    if "torch" not in printed:
         return Facts(TorchFacts(error=ended), ended=ended, is_timeout=code is None)
-    torch = TorchFacts(**{**found["torch"], "gpus": [Gpu(**gpu) for gpu in found["torch"]["gpus"]]})
-    if "horovod" not in found:
+    torch = TorchFacts(**{**printed["torch"], "gpus": [Gpu(**gpu) for gpu in printed["torch"]["gpus"]]})
+    if "horovod" not in printed:
         return Facts(torch, ended=ended, is_timeout=code is None)
-    return Facts(torch, found["horovod"] and HorovodFacts(**found["horovod"]))
+    return Facts(torch, printed["horovod"] and HorovodFacts(**printed["horovod"]))
 
 
 def _torch_facts() -> TorchFacts:
@@ -166,11 +166,11 @@ def _gpus(torch: Any, kind: str) -> tuple[list[Gpu], str | None]:
     module = torch.get_device_module(kind)
     try:
         module.init()
-        found = [module.get_device_properties(number) for number in range(module.device_count())]
+        properties = [module.get_device_properties(number) for number in range(module.device_count())]
     except Exception as error:  # no driver, one that is too old, a broken GPU
         return [], first_line(error)
     gpus = []
-    for gpu in found:
+    for gpu in properties:
         # PyTorch fills in both attributes on CUDA and ROCm, and only one is meaningful on each.
         capability = f"{gpu.major}.{gpu.minor}" if kind == "cuda" else ""
         capability = str(gpu.gcnArchName) if torch.version.hip else capability
@@ -211,7 +211,7 @@ def find_nccl(homes: Iterable[str | Path]) -> Nccl | None:
 def _cxx_standard(torch_folder: Path) -> int:
     """Return the C++ standard with which this PyTorch compiles extensions: 17, or 20 of late."""
     text = (torch_folder / "utils/cpp_extension.py").read_text(encoding="utf-8")
-    return max((int(found) for found in re.findall(r"-std=c\+\+(\d\d)\b", text)), default=17)
+    return max((int(standard) for standard in re.findall(r"-std=c\+\+(\d\d)\b", text)), default=17)
 
 
 def _horovod_facts() -> HorovodFacts | None:
@@ -283,7 +283,7 @@ if __name__ == "__main__":
             os.chdir(sys.argv[1])
         print(HOST_MARK + json.dumps(host_facts(sys.argv[1])), flush=True)
     else:
-        its = _torch_facts()
-        print(json.dumps({"torch": asdict(its)}), flush=True)
-        found = None if its.error is not None else _horovod_facts()
-        print("\n" + json.dumps({"horovod": found and asdict(found)}), flush=True)
+        torch_facts = _torch_facts()
+        print(json.dumps({"torch": asdict(torch_facts)}), flush=True)
+        horovod_facts = None if torch_facts.error is not None else _horovod_facts()
+        print("\n" + json.dumps({"horovod": horovod_facts and asdict(horovod_facts)}), flush=True)

@@ -27,7 +27,7 @@ class MalformedMessageError(ValueError):
 
 def encode_worker(addresses: Mapping[str, Sequence[tuple[str, int]]], secret_key: bytes) -> bytes:
     """Encode what a worker registers with the launcher: where it listens, and the key it signs with."""
-    interfaces = {name: [list(address) for address in found] for name, found in addresses.items()}
+    interfaces = {name: [list(address) for address in listed] for name, listed in addresses.items()}
     return json.dumps({"addresses": interfaces, "secret_key": secret_key.hex()}).encode()
 
 
@@ -86,10 +86,10 @@ def _load_object(value: bytes, keys: set[str]) -> dict[str, Any]:
     return content
 
 
-def _items(found: object) -> list[object]:
-    if not isinstance(found, list):
+def _items(value: object) -> list[object]:
+    if not isinstance(value, list):
         raise MalformedMessageError("an interface's addresses must be a list")
-    return found
+    return value
 
 
 def _address(item: object) -> tuple[str, int]:

@@ -94,13 +94,13 @@ def find_toolkits() -> list[CudaToolkit]:
     """Return every CUDA toolkit that is found, those named by variables first."""
     homes = [os.environ.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
     homes += [_home_of_nvcc(), USUAL_CUDA_HOME]
-    found: dict[Path, CudaToolkit] = {}
+    toolkits: dict[Path, CudaToolkit] = {}
     for home in (Path(item).resolve() for item in homes if item):
         if (home / "bin/nvcc").is_file() and (home / "include/cuda_runtime.h").is_file():
             version = re.search(r"release (\d+\.\d+)", _output([str(home / "bin/nvcc"), "--version"]))
             if version:
-                found.setdefault(home, CudaToolkit(home, version.group(1)))
-    return list(found.values())
+                toolkits.setdefault(home, CudaToolkit(home, version.group(1)))
+    return list(toolkits.values())
 
 
 def _home_of_nvcc() -> str | None:

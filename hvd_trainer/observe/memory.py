@@ -29,9 +29,9 @@ class PeakMemory:
 
         On CPUs the peak is that of the whole process since its start, which is all that the system keeps.
         """
-        mine = peak_bytes(self._backend.device), self._base
-        most, base = max(self._backend.collectives.all_gather_object(mine))
-        return {"peak_memory_mb": round(most / MB, 2), "base_memory_mb": round(base / MB, 2)}
+        own = peak_bytes(self._backend.device), self._base
+        peak, base = max(self._backend.collectives.all_gather_object(own))
+        return {"peak_memory_mb": round(peak / MB, 2), "base_memory_mb": round(base / MB, 2)}
 
 
 def peak_bytes(device: torch.device) -> int:

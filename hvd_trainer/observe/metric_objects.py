@@ -163,8 +163,8 @@ def _on(device: torch.device, value: Any) -> Any:
 def _number(name: str, value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() == 1 or isinstance(value, int | float):
         return float(value)
-    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise OptionError(
-        f"The metric {name!r} gives {found}, but a record has one number per name. Give one metric per number, "
+        f"The metric {name!r} gives {seen}, but a record has one number per name. Give one metric per number, "
         f"such as an average over classes."
     )

@@ -105,9 +105,9 @@ class Meter:
         weights = [row.weight for row in rows if row.weight is not None]
         losses, *others = zip(*(row.sums for row in rows), strict=True)
         columns = [torch._foreach_mul(list(losses), weights or samples), *others, *([weights] if weights else [])]
-        found = self._backend.read(torch.stack([torch.stack(list(column)).double() for column in columns]))
-        counts = self._check_weights(found.pop()) if weights else samples
-        for place, column in enumerate(found):
+        sums = self._backend.read(torch.stack([torch.stack(list(column)).double() for column in columns]))
+        counts = self._check_weights(sums.pop()) if weights else samples
+        for place, column in enumerate(sums):
             for row, value, count in zip(rows, column, counts, strict=True):  # `sum` would round in another way
                 self._sums[place] += value
                 self._counts[place] += count if row.are_means[place] else row.samples
@@ -167,16 +167,16 @@ class Meter:
 
     def _load(self, state: Mapping[str, Any]) -> list[str]:
         names = ["loss", *self._functions]
-        there = {name: place for place, name in enumerate(["loss", *state["names"]])}
+        saved = {name: place for place, name in enumerate(["loss", *state["names"]])}
         for place, name in enumerate(names):
-            if name in there:
-                self._sums[place] = float(state["sums"][there[name]])
-                self._counts[place] = float(state["counts"][there[name]])
-                self._before[place] = float(state["before"][there[name]])
-                self._before[len(names) + place] = float(state["before"][len(there) + there[name]])
+            if name in saved:
+                self._sums[place] = float(state["sums"][saved[name]])
+                self._counts[place] = float(state["counts"][saved[name]])
+                self._before[place] = float(state["before"][saved[name]])
+                self._before[len(names) + place] = float(state["before"][len(saved) + saved[name]])
         self._before[-1] = float(state["before"][-1])
         self.samples = state["samples"]
-        reset = [name for name in names if name not in there]
+        reset = [name for name in names if name not in saved]
         for name, metric in self._objects.items():
             if not import_state(metric, state["objects"].get(name), self._backend.device):
                 reset.append(name)

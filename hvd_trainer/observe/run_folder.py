@@ -89,13 +89,13 @@ class RunFolder:
 
     def set_aside(self) -> Path | None:
         """Move an earlier run's files to `earlier-1`, `earlier-2`, ...; return where, or None without any."""
-        found = [self.path / name for name in SET_ASIDE if (self.path / name).exists()]
-        found += self.path.glob("events.out.tfevents.*")
-        if not found:
+        old = [self.path / name for name in SET_ASIDE if (self.path / name).exists()]
+        old += self.path.glob("events.out.tfevents.*")
+        if not old:
             return None
         aside = next(folder for n in itertools.count(1) if not (folder := self.path / f"earlier-{n}").exists())
         aside.mkdir()
-        for path in found:
+        for path in old:
             path.rename(aside / path.name)
         return aside
 

@@ -76,11 +76,11 @@ class NonFiniteGuard:
         """
         if self._last_step == NEVER:  # always under `skip`
             return
-        found = self._first_bad(self._losses), self._first_bad(self._norms), self._first_bad_weights()
+        first_bad = self._first_bad(self._losses), self._first_bad(self._norms), self._first_bad_weights()
         self._losses, self._norms, self._last_step = [], [], NEVER
-        if self._backend.collectives.all_reduce_numbers([min(found)], "min") == [NEVER]:
+        if self._backend.collectives.all_reduce_numbers([min(first_bad)], "min") == [NEVER]:
             return
-        everyone = self._backend.collectives.all_gather_object(found)
+        everyone = self._backend.collectives.all_gather_object(first_bad)
         step = min(map(min, everyone))
         ranks = [str(rank) for rank, (loss, *_) in enumerate(everyone) if loss == step]
         if ranks:

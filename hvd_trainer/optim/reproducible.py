@@ -64,13 +64,13 @@ class ReproducibleStep(TrainStep):
     def __call__(self, batches: list[Batch], meter: Meter, prefetch: Callable[[], None]) -> StepResult:
         """Train on the batches of one step, which are sorted by virtual rank."""
         world = self.backend.world
-        mine = self._virtual_ranks // world.size
-        passes = len(batches) // mine
+        own = self._virtual_ranks // world.size
+        passes = len(batches) // own
         shares = self.shares(batches)
         start = [buffer.clone() for buffer in self._buffers]
         sums = TreeSum()
-        for number in range(mine):
-            seed_all(derive_seed(self._seed, self.progress.step, world.rank * mine + number), self.backend.device)
+        for number in range(own):
+            seed_all(derive_seed(self._seed, self.progress.step, world.rank * own + number), self.backend.device)
             for buffer, value in zip(self._buffers, start, strict=True):
                 buffer.copy_(value)
             for place in range(number * passes, (number + 1) * passes):
@@ -91,8 +91,8 @@ class ReproducibleStep(TrainStep):
     def mean_weight(self, weights: Tensor) -> Tensor:
         """Return the weight of the step of all ranks, added up over virtual ranks as their gradients are."""
         parts = weights.chunk(self._virtual_ranks // self.backend.world.size)
-        mine = pairwise_sum([part.sum() for part in parts])
-        return self.backend.collectives.tree_sum(mine.reshape(1))
+        own = pairwise_sum([part.sum() for part in parts])
+        return self.backend.collectives.tree_sum(own.reshape(1))
 
     def _flatten(self) -> list[Tensor]:
         """Return a virtual rank's gradients and statistics as one flat tensor per dtype; clears the gradients."""

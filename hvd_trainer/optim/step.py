@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_map_only
 
 from hvd_trainer.backends import Backend, StepResult
 from hvd_trainer.data import Batch, samples_in
-from hvd_trainer.faults.activity import EXCHANGE
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.optim.non_finite import NonFiniteGuard
@@ -132,7 +131,7 @@ class TrainStep:
             samples = sum(map(samples_in, batches))
             return [Share(samples_in(batch) / samples) for batch in batches]
         self._weights = tuple(weight_of(self.weight, batch, self.backend.device) for batch in batches)
-        self.backend.activity.enter(EXCHANGE)
+        self.backend.activity.enter("reduce")
         weights = torch.stack(self._weights)
         factors = fractions(weights, self.mean_weight(weights))
         return [Share(factor, weight) for factor, weight in zip(factors, self._weights, strict=True)]

@@ -51,9 +51,9 @@ def weight_of(function: WeightFunction, batch: Batch, device: torch.device) -> T
         return value.detach().reshape(()).to(device, torch.float64, non_blocking=True)
     if isinstance(value, numbers.Real):
         return torch.full((), float(value), dtype=torch.float64, device=device)
-    found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise OptionError(
-        f"weight= must give one number for a batch, and gave {found}. Let it return the sum, such as "
+        f"weight= must give one number for a batch, and gave {seen}. Let it return the sum, such as "
         f"(batch[1] != -100).sum()"
     )
 

@@ -85,9 +85,9 @@ class FSDPShards:
             group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]
         for name, parameter in whole.items():
             if parameter in optimizer.state:
-                its = optimizer.state.pop(parameter)
+                own_state = optimizer.state.pop(parameter)
                 optimizer.state[shards[name]] = {
-                    key: _local_shard(value, shards[name]) for key, value in its.items()
+                    key: _local_shard(value, shards[name]) for key, value in own_state.items()
                 }
 
     def _equalize(self, tensors: Sequence[Tensor]) -> None:
@@ -121,8 +121,8 @@ class FSDPShards:
         """Return this rank's shards of an optimizer's state of whole tensors, by the parameters' numbers."""
         parameters = list(parameters_of(optimizer))
         return {
-            number: {key: _local_shard(value, parameters[number]) for key, value in its.items()}
-            for number, its in state.items()
+            number: {key: _local_shard(value, parameters[number]) for key, value in own_state.items()}
+            for number, own_state in state.items()
         }
 
     def shard_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,5 +197,5 @@ def _local_shard(value: Any, like: Any) -> Any:
     mesh = like.device_mesh
     length = -(-len(value) // mesh.size())
     start = mesh.get_local_rank() * length
-    mine = value[start : start + length].to(like.device, copy=True)
-    return DTensor.from_local(mine, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    part = value[start : start + length].to(like.device, copy=True)
+    return DTensor.from_local(part, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())

@@ -1,7 +1,7 @@
 """The grid of stages and replicas: which ranks share one copy of the model, and which have the same stage.
 
     6 ranks, 2 stages           stage 0   stage 1
-                   replica 0    rank 0    rank 1     a row is a stage group: activations go on, gradients back
+                   replica 0    rank 0    rank 1     a row is a stage group: activations go right, gradients left
                    replica 1    rank 2    rank 3
                    replica 2    rank 4    rank 5     a column is a replica group: it averages its gradients
 
@@ -78,7 +78,7 @@ def make_grid(nodes: Sequence[str], stages: int) -> Grid:
     groups: list[tuple[int, ...]] = []
     left: list[int] = []
     for node in dict.fromkeys(nodes):
-        ranks = [rank for rank, its in enumerate(nodes) if its == node]
+        ranks = [rank for rank, other in enumerate(nodes) if other == node]
         whole = len(ranks) // stages * stages
         groups += [tuple(ranks[start : start + stages]) for start in range(0, whole, stages)]
         left += ranks[whole:]

@@ -133,8 +133,8 @@ class ModelPlacement:
 
     def local_optimizer_state(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return what this rank needs of an optimizer's state, by the parameters' numbers. A collective."""
-        mine = {number for number, parameter in enumerate(parameters_of(optimizer)) if self.owns(parameter)}
-        kept = {number: its for number, its in state.items() if number in mine}
+        owned = {number for number, parameter in enumerate(parameters_of(optimizer)) if self.owns(parameter)}
+        kept = {number: values for number, values in state.items() if number in owned}
         return kept if self._fsdp is None else self._fsdp.shard_optimizer_state(optimizer, kept)
 
     def local_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class ModelPlacement:
         """Return what the ranks of a group have together, on rank 0 of all; else None."""
         with self._backend.activity.waiting():
             everyone = gather_object(dict(owned), group)
-        return None if everyone is None else {key: value for its in everyone for key, value in its.items()}
+        return None if everyone is None else {key: value for part in everyone for key, value in part.items()}
 
     @property
     def busy_s(self) -> float | None:
@@ -207,6 +207,6 @@ class ModelPlacement:
 
 def drop_other_state(optimizer: Optimizer, owns: Callable[[Tensor], bool]) -> None:
     """Drop the optimizer's state of parameters that other ranks update."""
-    mine = {id(p) for p in parameters_of(optimizer) if owns(p)}
-    for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in mine]:
+    owned = {id(p) for p in parameters_of(optimizer) if owns(p)}
+    for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in owned]:
         del optimizer.state[parameter]

@@ -42,17 +42,17 @@ def assign_owners(sizes: Sequence[int], owners: int) -> list[int]:
 
 def make_buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     """Group parameters by type and device into buckets; one of `BUCKET_BYTES` or more has a bucket to itself."""
-    found: list[list[Tensor]] = []
+    buckets: list[list[Tensor]] = []
     for kind in dict.fromkeys((p.dtype, p.device) for p in parameters):
         room = 0
         for parameter in (p for p in parameters if (p.dtype, p.device) == kind):
             size = parameter.numel() * parameter.element_size()
             if size > room:
-                found.append([])
+                buckets.append([])
                 room = BUCKET_BYTES
-            found[-1].append(parameter)
+            buckets[-1].append(parameter)
             room -= size
-    return found
+    return buckets
 
 
 class ShardedOptimizer:

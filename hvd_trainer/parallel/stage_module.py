@@ -109,9 +109,9 @@ def check_sendable(value: Any) -> Any:
     """
     for tensor in value if isinstance(value, tuple) else (value,):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            found = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+            seen = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
             raise OptionError(
                 f"Where a model is cut, a block gives a tensor of floating point, or a tuple of such; this gives "
-                f"{found}. Give masks as 0.0 and 1.0, or cut elsewhere with --balance"
+                f"{seen}. Give masks as 0.0 and 1.0, or cut elsewhere with --balance"
             )
     return tree_map_only(Tensor, Tensor.contiguous, value)

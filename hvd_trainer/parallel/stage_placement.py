@@ -83,12 +83,12 @@ class StagePlacement(ModelPlacement):
         before = optimizer.state_dict()
         state = self.gather_state(before["state"])
         synchronize(backend.collectives, model, optimizer, None if state is None else {**before, "state": state})
-        mine = range(self.place.stage, len(self.parts), options.stages)
-        refuse_missing_blocks(model, [self.parts[number] for number in mine])
+        own = range(self.place.stage, len(self.parts), options.stages)
+        refuse_missing_blocks(model, [self.parts[number] for number in own])
         for number, part in enumerate(self.parts):
-            if number not in mine:
+            if number not in own:
                 drop_tensors(model, part, optimizer)
-        self._mine = {number: self._blocks(model, number) for number in mine}
+        self._mine = {number: self._blocks(model, number) for number in own}
         drop_other_state(optimizer, self.owns)
         load_in_place(optimizer, optimizer.state_dict())  # moves it to the parameters' devices
         stage = nn.ModuleList(self._mine.values())

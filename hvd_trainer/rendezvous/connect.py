@@ -70,8 +70,8 @@ def open_store(
         address=address,
         timeout=timedelta(seconds=timeout_s),
     )
-    found = _join(settings, init_method)
-    return JobStore(dist.PrefixStore(session, found.store), found.host)
+    joined = _join(settings, init_method)
+    return JobStore(dist.PrefixStore(session, joined.store), joined.host)
 
 
 def _join(settings: RendezvousSettings, init_method: str | None) -> JobStore:

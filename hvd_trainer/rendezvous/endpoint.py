@@ -94,12 +94,12 @@ def read_secret(environ: Mapping[str, str]) -> str | None:
     if not (name := environ.get(SECRET_FILE)):
         return None
     try:
-        found = os.stat(name)
+        status = os.stat(name)
         secret = Path(name).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"{SECRET_FILE}={name} cannot be read: {error}.") from error
     # A file of root's may be readable by a group: Kubernetes mounts secrets so for a pod's user.
-    if found.st_mode & (0o037 if found.st_uid == 0 else 0o077):
+    if status.st_mode & (0o037 if status.st_uid == 0 else 0o077):
         raise LaunchError(f"{name} ({SECRET_FILE}) may be read by others. Type: chmod 600 {name}")
     if len(secret) < MIN_SECRET_BYTES:
         raise LaunchError(

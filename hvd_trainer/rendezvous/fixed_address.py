@@ -128,9 +128,9 @@ def _join_by_file(url: str, settings: RendezvousSettings) -> JobStore:
             os.close(os.open(urlsplit(url).path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         return JobStore(open_torch_store(url, url, settings), LOOPBACK)
 
-    found = shared_stores.get(url, open_file)
-    found.store.set_timeout(settings.timeout)  # `dist.rendezvous` does not set it for files
-    return found
+    shared = shared_stores.get(url, open_file)
+    shared.store.set_timeout(settings.timeout)  # `dist.rendezvous` does not set it for files
+    return shared
 
 
 def open_torch_store(init_method: str, place: str, settings: RendezvousSettings) -> dist.Store:

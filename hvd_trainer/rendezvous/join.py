@@ -113,7 +113,7 @@ def wait_for(find: Callable[[], T | None], settings: RendezvousSettings) -> T:
         LaunchError: it did not in time.
     """
     start, limit_s = time.monotonic(), settings.timeout.total_seconds()
-    while (found := find()) is None:
+    while (value := find()) is None:
         waited_s = time.monotonic() - start
         if waited_s > limit_s:
             raise LaunchError(
@@ -123,4 +123,4 @@ def wait_for(find: Callable[[], T | None], settings: RendezvousSettings) -> T:
             )
         # Back off: a thousand ranks that poll 50 times per second would slow down the start of rank 0.
         time.sleep(min(MAX_POLL_S, max(MIN_POLL_S, waited_s / 10)))
-    return found
+    return value

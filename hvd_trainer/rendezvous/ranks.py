@@ -83,8 +83,8 @@ def exchange_rank_info(store: dist.Store, world: World, me: RankInfo) -> list[Ra
         ) from None
     backends = {peer.backend: rank for rank, peer in reversed(list(enumerate(peers)))}
     if len(backends) > 1:
-        found = ", ".join(f"rank {rank} {name}" for name, rank in sorted(backends.items()))
-        raise LaunchError(f"All ranks must use one backend, but found: {found}. Give all the same --backend.")
+        chosen = ", ".join(f"rank {rank} {name}" for name, rank in sorted(backends.items()))
+        raise LaunchError(f"All ranks must use one backend, but found: {chosen}. Give all the same --backend.")
     return peers
 
 
@@ -160,11 +160,11 @@ def cpu_share(world: World, peers: list[RankInfo]) -> int:
 
 def ranks_sharing_gpu(world: World, peers: list[RankInfo]) -> list[int]:
     """Return the other ranks that would use this rank's GPU, or another slice of it (MIG)."""
-    mine = peers[world.rank]
+    own = peers[world.rank]
     return [
         rank
         for rank, peer in enumerate(peers)
-        if rank != world.rank and peer.gpu is not None and (peer.host, peer.gpu) == (mine.host, mine.gpu)
+        if rank != world.rank and peer.gpu is not None and (peer.host, peer.gpu) == (own.host, own.gpu)
     ]
 
 

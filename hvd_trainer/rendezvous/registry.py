@@ -149,8 +149,8 @@ def open_private_folder(folder: Path) -> None:
 
 def _check_private(folder: Path) -> None:
     """Raise LaunchError unless this user alone can write to a folder, so that its files are this user's."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise LaunchError(
             f"{folder} is not a folder for you alone: another user may have put it there. Type: ls -ld "
             f"{folder}; and remove it, or set TMPDIR to a folder of yours on all ranks."

@@ -182,7 +182,9 @@ class _RunBuilder:
         """Connect the model to the engine, and return the step that trains it. A collective."""
         train, inputs, backend = self._options.train, self._inputs, self._backend
         if train.tf32 and accelerator.is_host(backend.device):
-            raise OptionError("--tf32 is for GPUs, and this rank trains on CPU: leave it out")
+            raise OptionError(
+                f"--tf32 is for GPUs, and this rank trains on {accelerator.name(backend.device)}: leave it out"
+            )
         if train.channels_last:
             inputs.model.to(memory_format=torch.channels_last)
         self._placement.compile(inputs.model)

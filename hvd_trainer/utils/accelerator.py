@@ -22,23 +22,23 @@ HOROVOD = {"cuda"}
 
 def kind() -> str | None:
     """Return the type of this machine's accelerator, such as `cuda`; None without a supported one."""
-    found = torch.accelerator.current_accelerator()
-    if found is None or found.type not in COLLECTIVES or count(found.type) == 0:
+    device = torch.accelerator.current_accelerator()
+    if device is None or device.type not in COLLECTIVES or count(device.type) == 0:
         return None
-    return found.type
+    return device.type
 
 
 def unsupported() -> str | None:
     """Return the type of an accelerator that is here and that ranks cannot train on, such as `mps`."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None or found.type in COLLECTIVES else found.type
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None or device.type in COLLECTIVES else device.type
 
 
 def built_for() -> str:
     """Return which accelerators this PyTorch was built for, such as `CUDA 13.2`."""
     version = torch.version
-    found = {"CUDA": version.cuda, "ROCm": version.hip, "XPU": getattr(version, "xpu", None)}
-    return ", ".join(f"{name} {its}" for name, its in found.items() if its) or "CUDA none"
+    versions = {"CUDA": version.cuda, "ROCm": version.hip, "XPU": getattr(version, "xpu", None)}
+    return ", ".join(f"{name} {number}" for name, number in versions.items() if number) or "CUDA none"
 
 
 def count(type_: str | None) -> int:
@@ -48,8 +48,8 @@ def count(type_: str | None) -> int:
 
 def names() -> list[str]:
     """Return the product name of each device that this process sees."""
-    found = kind()
-    return [name(torch.device(found, number)) for number in range(count(found)) if found]
+    type_ = kind()
+    return [name(torch.device(type_, number)) for number in range(count(type_)) if type_]
 
 
 def is_host(device: torch.device) -> bool:
@@ -70,10 +70,10 @@ def slot(device: torch.device) -> str | None:
     """
     if is_host(device):
         return None
-    found = torch.get_device_module(device).get_device_properties(device)
-    if not hasattr(found, "pci_bus_id"):
-        return str(found.uuid)
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
+    properties = torch.get_device_module(device).get_device_properties(device)
+    if not hasattr(properties, "pci_bus_id"):
+        return str(properties.uuid)
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}"
 
 
 def collectives(device: torch.device) -> str:

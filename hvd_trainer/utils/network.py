@@ -41,9 +41,9 @@ def outward_address(host: str, port: int) -> str:
     """
     if is_loopback(host):
         return LOOPBACK
-    for there in (host, TEST_NET_ADDRESS):
+    for target in (host, TEST_NET_ADDRESS):
         with suppress(OSError):  # no such name, or no route
-            if not is_loopback(address := source_address(there, port)):
+            if not is_loopback(address := source_address(target, port)):
                 return address
     return next((one for _, one in sorted(_addresses()) if not is_loopback(one)), LOOPBACK)
 
@@ -65,20 +65,20 @@ def resolve_own_address(host: str) -> str | None:
     None if that is not certain: the name is not this machine's (it may be behind address translation), has several
     addresses, or resolves to a loopback address here (Debian) and to another one elsewhere.
     """
-    found = _resolve(host)
-    if not found:
+    addresses = _resolve(host)
+    if not addresses:
         return None
     if is_loopback(host):
-        return LOOPBACK if LOOPBACK in found else min(found)
+        return LOOPBACK if LOOPBACK in addresses else min(addresses)
     own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
-    (first, *others) = sorted(found)
+    (first, *others) = sorted(addresses)
     return first if not others and first in own and not is_loopback(first) else None
 
 
 def resolves_to_loopback(host: str) -> bool:
     """Return True if a name other than localhost has only loopback addresses: Debian's 127.0.1.1 for a machine."""
-    found = _resolve(host)
-    return bool(found) and not is_loopback(host) and all(map(is_loopback, found))
+    addresses = _resolve(host)
+    return bool(addresses) and not is_loopback(host) and all(map(is_loopback, addresses))
 
 
 def _resolve(host: str) -> set[str]:

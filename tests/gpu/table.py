@@ -40,7 +40,8 @@ NCCL = {
     "bf16 on the wire": "--compression bf16",
     "compiled": "--compile",
 }
-NCCL_OF_ONE = {
+NCCL_OF_ONE: dict[str, dict[str, str]] = {
+    "horovod": {},
     "ddp": {"PowerSGD": "--compression powersgd"},
 }
 PRETEND = {
