@@ -121,6 +121,8 @@ def train_with(
     with Trainer(options, ddp_kwargs=ddp_kwargs) as trainer:
         model = small_net()
         trainer.fit(model, adamw(model), nn.functional.cross_entropy, data((16,)))
+        ddp: Any = getattr(trainer.backend, "_ddp", None)
+        assert all(getattr(ddp, name) == value for name, value in (ddp_kwargs or {}).items())
         return trainer.world.rank, (torch.get_num_threads(), dict(model.state_dict()))
 
 
