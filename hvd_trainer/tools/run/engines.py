@@ -18,7 +18,7 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from importlib.machinery import PathFinder
 from types import ModuleType
@@ -165,12 +165,20 @@ def _set_buckets(module: ModuleType, bucket_mb: float) -> None:
     kind = module.DistributedDataParallel
     original = kind.__init__
     signature = inspect.signature(original)
+    assign, most_bytes = module.dist._compute_bucket_assignment_by_size, int(bucket_mb * 2**20)
+
+    def fill(tensors: Any, limits: Sequence[int], *more: Any) -> Any:
+        return assign(tensors, [min(limit, most_bytes) for limit in limits], *more)
 
     @functools.wraps(original)
     def init(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
         given.arguments["bucket_cap_mb"] = bucket_mb
-        original(*given.args, **given.kwargs)
+        module.dist._compute_bucket_assignment_by_size = fill  # else the first step has one bucket for all
+        try:
+            original(*given.args, **given.kwargs)
+        finally:
+            module.dist._compute_bucket_assignment_by_size = assign
 
     kind.__init__ = init
 
