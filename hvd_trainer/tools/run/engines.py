@@ -18,7 +18,7 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from importlib.machinery import PathFinder
 from types import ModuleType
@@ -177,10 +177,19 @@ def _attach_hvd(module: ModuleType, script: ScriptEngine) -> None:
 
 
 def _set_buckets(module: ModuleType, bucket_mb: float) -> None:
+    assign, most_bytes = module.dist._compute_bucket_assignment_by_size, int(bucket_mb * 2**20)
+
+    def fill(tensors: Any, limits: Sequence[int], *more: Any) -> Any:
+        return assign(tensors, [min(limit, most_bytes) for limit in limits], *more)
+
     def init(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(original).bind(*args, **kwargs)
         given.arguments["bucket_cap_mb"] = bucket_mb
-        original(*given.args, **given.kwargs)
+        module.dist._compute_bucket_assignment_by_size = fill  # else the first step has one bucket for all
+        try:
+            original(*given.args, **given.kwargs)
+        finally:
+            module.dist._compute_bucket_assignment_by_size = assign
 
     _wrap("__init__", init, module.DistributedDataParallel)
 
