@@ -74,7 +74,7 @@ class Run:
         if not records:
             raise OptionError(f"{folder} has no {METRICS} with a step or an epoch: name a run's --log-dir")
         with suppress(OSError, yaml.YAMLError):
-            options = yaml.safe_load((folder / CONFIG).read_text())
+            options = yaml.safe_load((folder / CONFIG).read_text()) or {}
         return cls(str(folder), records, options, *(_times(folder / name) for name in ("checkpoints", "failures")))
 
     @cached_property
