@@ -846,7 +846,7 @@ def test_flame_graph_zooms_searches_and_folds_libraries(browser: Any, tmp_path: 
     small = drawing.locator("g", has_text="torch")
     assert small.bounding_box()["width"] < 0.2 * drawing.bounding_box()["width"]
     small.click()
-    assert small.bounding_box()["width"] == pytest.approx(drawing.bounding_box()["width"])
+    assert small.bounding_box()["width"] == pytest.approx(drawing.bounding_box()["width"], abs=2)  # whole pixels
     assert not drawing.locator("g", has_text="Save.on_step_end").is_visible()
     small.press("Escape")
     assert small.bounding_box()["width"] < 0.2 * drawing.bounding_box()["width"]
