@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,6 @@ from hvd_trainer.hvd.common.process_sets import ProcessSet
 from hvd_trainer.hvd.common.request import DTYPES, REDUCIBLE, Kind, Op, Request, Signature
 from hvd_trainer.utils import accelerator
 
-P = ParamSpec("P")
-T = TypeVar("T")
 CPU = torch.device("cpu")
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -141,39 +138,26 @@ class Collective:
         controller.submit(request, will_wait=will_wait)
         return Operation(request, controller, self._splits_on)
 
-    # What a function of the API does with it, and documents by these sentences.
-
-    def start(self) -> int:
-        """Return a handle for `poll` and `synchronize`, which waits and returns new tensors."""
-        return self._start(in_place=False)
-
-    def start_in_place(self) -> int:
-        """Return a handle for `poll` and `synchronize`, which waits and returns the tensors, overwritten."""
-        return self._start(in_place=True)
-
-    def _start(self, in_place: bool) -> int:
+    def start(self, *, in_place: bool = False) -> int:
+        """Submit it, and return a handle for `poll` and `synchronize`, which waits and returns the outputs."""
         operation, handle = self.submit(in_place=in_place), next(_numbers)
         handles[handle] = operation
         return handle
 
-    def output_in_place(self) -> Tensor:
-        """Return the tensor, which is overwritten."""
-        return self.outputs_in_place()[0]
-
-    def outputs_in_place(self) -> tuple[Tensor, ...]:
-        """Return the tensors, which are overwritten."""
-        return self.submit(in_place=True, will_wait=True).outputs()
-
-    def output(self) -> Tensor:
-        """Return a new tensor. Differentiable."""
-        return self.outputs()[0]
+    def start_(self) -> int:
+        """Do as `start`; the outputs are the given tensors, overwritten."""
+        return self.start(in_place=True)
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """Return new tensors. Differentiable."""
+        """Submit it, wait, and return new tensors. Differentiable."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors):
             outputs: tuple[Tensor, ...] = HorovodFunction.apply(self, *self.tensors)
             return outputs
         return self.submit(will_wait=True).outputs()
+
+    def outputs_(self) -> tuple[Tensor, ...]:
+        """Submit it, wait, and return the given tensors, overwritten."""
+        return self.submit(in_place=True, will_wait=True).outputs()
 
 
 def check_has_rows(kind: str, tensor: Tensor) -> None:
@@ -184,25 +168,6 @@ def check_has_rows(kind: str, tensor: Tensor) -> None:
     """
     if tensor.dim() == 0:
         raise ValueError(f"{kind.capitalize()} does not support scalar inputs: give the tensor one dimension.")
-
-
-def public(name: str, describe: Callable[P, Collective], use: Callable[[Collective], T]) -> Callable[P, T]:
-    """Return a function of Horovod's API.
-
-    Args:
-        describe: takes what the function takes.
-        use: a method of `Collective`, which returns what the function returns.
-    """
-
-    def function(*args: P.args, **kwargs: P.kwargs) -> T:
-        return use(describe(*args, **kwargs))
-
-    result = inspect.signature(use).return_annotation
-    function.__signature__ = inspect.signature(describe).replace(return_annotation=result)  # type: ignore[attr-defined]
-    function.__name__ = function.__qualname__ = name
-    function.__module__ = describe.__module__
-    function.__doc__ = f"{describe.__doc__}\n\n    {use.__doc__}"
-    return function
 
 
 class HorovodFunction(Function):
@@ -240,13 +205,13 @@ def _of_allgather(forward: Any, grads: list[Tensor]) -> Sequence[Tensor]:
 
 def _of_broadcast(forward: Any, grads: list[Tensor]) -> Sequence[Tensor]:
     """Return the averaged gradient on the root, and zeros elsewhere."""
-    reduced = Collective(Kind.ALLREDUCE, grads, None, forward.process_set, op=Op.AVERAGE).output()
+    reduced = Collective(Kind.ALLREDUCE, grads, None, forward.process_set, op=Op.AVERAGE).outputs()[0]
     return [reduced if basics.rank() == forward.signature.root else torch.zeros_like(reduced)]
 
 
 def _of_alltoall(forward: Any, grads: list[Tensor]) -> Sequence[Tensor]:
     """Return the gradient to where the rows came from; that of rows that were sent to nobody is zero."""
-    rows = Collective(Kind.ALLTOALL, grads, None, forward.process_set, splits=tuple(forward.result)).output()
+    rows = Collective(Kind.ALLTOALL, grads, None, forward.process_set, splits=tuple(forward.result)).outputs()[0]
     length, *others = forward.signature.shapes[0]
     return [torch.cat([rows, rows.new_zeros(length - len(rows), *others)]) if len(rows) < length else rows]
 

@@ -1,18 +1,18 @@
 """`horovod.torch.mpi_ops`: all operations, and this process's place among the ranks.
 
-For each operation a private function makes a `Collective` of its arguments; the public ones run it, start it, or
-do so in place.
+Each function makes a `Collective` of its arguments, and runs it or starts it, into new tensors or in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvd_trainer.hvd.collective import Collective, check_has_rows, handles, public
+from hvd_trainer.hvd.collective import Collective, check_has_rows, handles
 from hvd_trainer.hvd.common import basics
 from hvd_trainer.hvd.common.basics import *  # noqa: F403
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
@@ -84,23 +84,32 @@ handle_average_backwards_compatibility = get_average_backwards_compatibility_fun
 def _reduction(
     kind: str,
     tensors: Sequence[Tensor],
+    average: bool | None,
     name: str | None,
-    op: int,
-    factors: tuple[float, float],
+    op: int | None,
+    prescale: float,
+    postscale: float,
     process_set: ProcessSet,
     *,
     is_group: bool = False,
 ) -> Collective:
+    op = handle_average_backwards_compatibility(op, average)
     if kind == Kind.REDUCESCATTER and op not in (Op.AVERAGE, Op.SUM):
         raise HorovodInternalError("Reducescatter is for hvd.Average and hvd.Sum only.")
     if not Op.AVERAGE <= op <= Op.PRODUCT:
         raise HorovodInternalError(f"There is no reduction {op!r}: use hvd.Sum, hvd.Average and the like.")
     if op == Op.ADASUM:
         _check_adasum(tensors, process_set)
-    prescale, postscale = map(float, factors)
+    prescale, postscale = float(prescale), float(postscale)
     return Collective(
-        kind, tensors, name, process_set, op=op, prescale=prescale, postscale=postscale, is_group=is_group
+        kind, list(tensors), name, process_set, op=op, prescale=prescale, postscale=postscale, is_group=is_group
     )
+
+
+_allreduce = partial(_reduction, Kind.ALLREDUCE)
+_grouped_allreduce = partial(_allreduce, is_group=True)
+_reducescatter = partial(_reduction, Kind.REDUCESCATTER)
+_grouped_reducescatter = partial(_reducescatter, is_group=True)
 
 
 def _check_adasum(tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
@@ -113,43 +122,6 @@ def _check_adasum(tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
 
 
 # Allreduce.
-
-
-def _allreduce(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Collective:
-    """Combine a tensor over ranks; see `allreduce`."""
-    op = handle_average_backwards_compatibility(op, average)
-    return _reduction(Kind.ALLREDUCE, [tensor], name, op, (prescale_factor, postscale_factor), process_set)
-
-
-def _grouped_allreduce(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Collective:
-    """Combine several tensors over ranks, as one operation; see `allreduce`."""
-    op = handle_average_backwards_compatibility(op, average)
-    factors = prescale_factor, postscale_factor
-    return _reduction(Kind.ALLREDUCE, list(tensors), name, op, factors, process_set, is_group=True)
-
-
-allreduce_ = public("allreduce_", _allreduce, Collective.output_in_place)
-allreduce_async = public("allreduce_async", _allreduce, Collective.start)
-allreduce_async_ = public("allreduce_async_", _allreduce, Collective.start_in_place)
-grouped_allreduce_ = public("grouped_allreduce_", _grouped_allreduce, Collective.outputs_in_place)
-grouped_allreduce_async = public("grouped_allreduce_async", _grouped_allreduce, Collective.start)
-grouped_allreduce_async_ = public("grouped_allreduce_async_", _grouped_allreduce, Collective.start_in_place)
 
 
 def allreduce(
@@ -180,8 +152,47 @@ def allreduce(
         ValueError: the tensor's type is not supported, it is not contiguous, or the name is in use.
     """
     wire, ctx = compression.compress(tensor)
-    reduced = _allreduce(wire, average, name, op, prescale_factor, postscale_factor, process_set)
-    return compression.decompress(reduced.output(), ctx)
+    reduced = _allreduce([wire], average, name, op, prescale_factor, postscale_factor, process_set)
+    return compression.decompress(reduced.outputs()[0], ctx)
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Combine a tensor over ranks in place, and return it; see `allreduce`."""
+    return _allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set).outputs_()[0]
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start `allreduce`; return a handle for `poll` and `synchronize`."""
+    return _allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set).start()
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start `allreduce_`; return a handle for `poll` and `synchronize`."""
+    return _allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set).start_()
 
 
 def grouped_allreduce(
@@ -198,7 +209,47 @@ def grouped_allreduce(
     pairs = [compression.compress(tensor) for tensor in tensors]
     wires = [wire for wire, _ in pairs]
     reduced = _grouped_allreduce(wires, average, name, op, prescale_factor, postscale_factor, process_set)
-    return [compression.decompress(it, ctx) for it, (_, ctx) in zip(reduced.outputs(), pairs, strict=True)]
+    return [compression.decompress(wire, ctx) for wire, (_, ctx) in zip(reduced.outputs(), pairs, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[Tensor, ...]:
+    """Combine several tensors over ranks in place, as one operation, and return them; see `allreduce`."""
+    reduced = _grouped_allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    return reduced.outputs_()
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start `grouped_allreduce`; return a handle for `poll` and `synchronize`."""
+    return _grouped_allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set).start()
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start `grouped_allreduce_`; return a handle for `poll` and `synchronize`."""
+    return _grouped_allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set).start_()
 
 
 def sparse_allreduce_async(
@@ -214,8 +265,9 @@ def sparse_allreduce_async(
     """
     # Gathered along the first dimension, so the indices have to be rows.
     rows = tensor._indices().transpose(0, 1).contiguous()
-    gathered_rows = _allgather(rows, f"{name}.indices", process_set).submit()
-    gathered_values = _allgather(tensor._values(), f"{name}.values", process_set).submit()
+    gathered_rows = Collective(Kind.ALLGATHER, [rows], f"{name}.indices", process_set).submit()
+    values_name = f"{name}.values"
+    gathered_values = Collective(Kind.ALLGATHER, [tensor._values()], values_name, process_set).submit()
 
     def wait() -> Tensor:
         values, indices = gathered_values.result(), gathered_rows.result()
@@ -229,10 +281,8 @@ def sparse_allreduce_async(
 # Allgather.
 
 
-def _allgather(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Collective:
-    """Gather the tensors of all ranks, one after the other along the first dimension.
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
+    """Gather the tensors of all ranks, one after the other along the first dimension. Differentiable.
 
     Args:
         tensor: contiguous, with at least one dimension; the first may differ from rank to rank.
@@ -243,29 +293,35 @@ def _allgather(
         HorovodInternalError: ranks asked for different things under this name, a rank has joined or is gone.
         ValueError: as in `allreduce`, or the tensor has no dimension.
     """
-    return Collective(Kind.ALLGATHER, [tensor], name, process_set)
+    return Collective(Kind.ALLGATHER, [tensor], name, process_set).outputs()[0]
 
 
-def _grouped_allgather(
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Start `allgather`; return a handle for `poll` and `synchronize`."""
+    return Collective(Kind.ALLGATHER, [tensor], name, process_set).start()
+
+
+def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Collective:
-    """Gather several tensors of all ranks, as one operation; see `allgather`."""
-    return Collective(Kind.ALLGATHER, list(tensors), name, process_set, is_group=True)
+) -> tuple[Tensor, ...]:
+    """Gather several tensors of all ranks, as one operation; see `allgather`. Differentiable."""
+    return Collective(Kind.ALLGATHER, list(tensors), name, process_set, is_group=True).outputs()
 
 
-allgather = public("allgather", _allgather, Collective.output)
-allgather_async = public("allgather_async", _allgather, Collective.start)
-grouped_allgather = public("grouped_allgather", _grouped_allgather, Collective.outputs)
-grouped_allgather_async = public("grouped_allgather_async", _grouped_allgather, Collective.start)
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start `grouped_allgather`; return a handle for `poll` and `synchronize`."""
+    return Collective(Kind.ALLGATHER, list(tensors), name, process_set, is_group=True).start()
 
 
 # Broadcast.
 
 
-def _broadcast(
+def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Collective:
-    """Give the tensor of one rank to all.
+) -> Tensor:
+    """Return the tensor of one rank on all. Differentiable.
 
     Args:
         tensor: contiguous, of the same shape and type on all ranks.
@@ -277,28 +333,78 @@ def _broadcast(
         HorovodInternalError: ranks asked for different things under this name, a rank has joined or is gone.
         ValueError: as in `allreduce`, or the root is not in the process set.
     """
+    return _broadcast(tensor, root_rank, name, process_set).outputs()[0]
+
+
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Overwrite a tensor with that of one rank, and return it; see `broadcast`."""
+    return _broadcast(tensor, root_rank, name, process_set).outputs_()[0]
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start `broadcast`; return a handle for `poll` and `synchronize`."""
+    return _broadcast(tensor, root_rank, name, process_set).start()
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start `broadcast_`; return a handle for `poll` and `synchronize`."""
+    return _broadcast(tensor, root_rank, name, process_set).start_()
+
+
+def _broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Collective:
     ranks = process_set.ranks if process_set is not global_process_set else range(basics.size())
     if root_rank not in (ranks or ()):
         raise ValueError(f"broadcast received invalid root rank {root_rank}: the process set has ranks {ranks}.")
     return Collective(Kind.BROADCAST, [tensor], name, process_set, root=int(root_rank))
 
 
-broadcast = public("broadcast", _broadcast, Collective.output)
-broadcast_ = public("broadcast_", _broadcast, Collective.output_in_place)
-broadcast_async = public("broadcast_async", _broadcast, Collective.start)
-broadcast_async_ = public("broadcast_async_", _broadcast, Collective.start_in_place)
-
-
 # Alltoall.
 
 
-def _alltoall(
+def alltoall(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send consecutive rows of a tensor to each rank, and return those received, in rank order. Differentiable.
+
+    Args:
+        tensor: contiguous, with at least one dimension; all but the first are the same on all ranks.
+        splits: how many rows go to each rank (int32 if a tensor); None: the same number to each.
+        name: as in `allreduce`.
+        process_set: the ranks that take part.
+
+    Returns:
+        The received rows; if `splits` is given, also how many came from each rank.
+
+    Raises:
+        HorovodInternalError: ranks asked for different things under this name, a rank has joined or is gone.
+        ValueError: as in `allreduce`, or the splits do not fit.
+    """
+    outputs = _alltoall(tensor, splits, name, process_set).outputs()
+    return outputs[0] if splits is None else outputs
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start `alltoall`; return a handle for `poll` and `synchronize`, which returns rows and their numbers."""
+    return _alltoall(tensor, splits, name, process_set).start()
+
+
+def _alltoall(
+    tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
 ) -> Collective:
-    """Send rows to all ranks; see `alltoall`. The result is the rows, and how many came from each rank."""
     check_has_rows(Kind.ALLTOALL, tensor)
     size = process_set.size() or basics.size()
     device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
@@ -331,64 +437,7 @@ def _numbers_of_rows(length: int, splits: Tensor | Sequence[int] | None, size: i
     return rows
 
 
-alltoall_async = public("alltoall_async", _alltoall, Collective.start)
-
-
-def alltoall(
-    tensor: Tensor,
-    splits: Tensor | Sequence[int] | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Send consecutive rows of a tensor to each rank, and return those received, in rank order. Differentiable.
-
-    Args:
-        tensor: contiguous, with at least one dimension; all but the first are the same on all ranks.
-        splits: how many rows go to each rank (int32 if a tensor); None: the same number to each.
-        name: as in `allreduce`.
-        process_set: the ranks that take part.
-
-    Returns:
-        The received rows; if `splits` is given, also how many came from each rank.
-
-    Raises:
-        HorovodInternalError: ranks asked for different things under this name, a rank has joined or is gone.
-        ValueError: as in `allreduce`, or the splits do not fit.
-    """
-    outputs = _alltoall(tensor, splits, name, process_set).outputs()
-    return outputs[0] if splits is None else outputs
-
-
 # Reducescatter.
-
-
-def _reducescatter(
-    tensor: Tensor,
-    name: str | None = None,
-    op: int = Op.AVERAGE,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Collective:
-    """Combine a tensor over ranks, of which each rank gets some rows; see `reducescatter`."""
-    return _reduction(Kind.REDUCESCATTER, [tensor], name, op, (prescale_factor, postscale_factor), process_set)
-
-
-def _grouped_reducescatter(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    op: int = Op.AVERAGE,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Collective:
-    """Combine several tensors over ranks, of which each rank gets some rows; see `reducescatter`."""
-    factors = prescale_factor, postscale_factor
-    return _reduction(Kind.REDUCESCATTER, list(tensors), name, op, factors, process_set, is_group=True)
-
-
-reducescatter_async = public("reducescatter_async", _reducescatter, Collective.start)
-grouped_reducescatter_async = public("grouped_reducescatter_async", _grouped_reducescatter, Collective.start)
 
 
 def reducescatter(
@@ -414,8 +463,20 @@ def reducescatter(
         ValueError: as in `allreduce`, or the tensor has no dimension.
     """
     wire, ctx = compression.compress(tensor)
-    scattered = _reducescatter(wire, name, op, process_set, prescale_factor, postscale_factor)
-    return compression.decompress(scattered.output(), ctx)
+    scattered = _reducescatter([wire], None, name, op, prescale_factor, postscale_factor, process_set)
+    return compression.decompress(scattered.outputs()[0], ctx)
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = Op.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Start `reducescatter`; return a handle for `poll` and `synchronize`."""
+    return _reducescatter([tensor], None, name, op, prescale_factor, postscale_factor, process_set).start()
 
 
 def grouped_reducescatter(
@@ -430,8 +491,20 @@ def grouped_reducescatter(
     """Combine several tensors over ranks as one operation, and return this rank's rows. Differentiable."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     wires = [wire for wire, _ in pairs]
-    scattered = _grouped_reducescatter(wires, name, op, process_set, prescale_factor, postscale_factor)
-    return [compression.decompress(it, ctx) for it, (_, ctx) in zip(scattered.outputs(), pairs, strict=True)]
+    scattered = _grouped_reducescatter(wires, None, name, op, prescale_factor, postscale_factor, process_set)
+    return [compression.decompress(wire, ctx) for wire, (_, ctx) in zip(scattered.outputs(), pairs, strict=True)]
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int = Op.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Start `grouped_reducescatter`; return a handle for `poll` and `synchronize`."""
+    return _grouped_reducescatter(tensors, None, name, op, prescale_factor, postscale_factor, process_set).start()
 
 
 # Without tensors, and the end.
