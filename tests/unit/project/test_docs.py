@@ -128,7 +128,7 @@ class TestSite:
 
     def test_search_finds_a_page_that_is_opened_from_a_folder(self, opened: Any) -> None:
         page = opened("index.html", 1280)
-        page.get_by_role("textbox", name="Search").fill("requeue")
+        page.get_by_role("textbox", name="Search").press_sequentially("requeue")
         page.get_by_role("link", name=re.compile("Requeue by Slurm")).first.wait_for(timeout=20_000)
 
     def test_every_page_leads_to_the_repository(self, opened: Any) -> None:
