@@ -46,7 +46,9 @@ class Tracker(Callback, ABC):
             return
         if self._run is None:
             self._run = self._begin(flatten(run.options))
-        figures = {key: its for key, its in record.items() if isinstance(its, int | float) and key not in PLACES}
+        figures = {
+            key: value for key, value in record.items() if isinstance(value, int | float) and key not in PLACES
+        }
         self._send({f"{event}/{key}": value for key, value in figures.items()}, record["step"])
         if event == "end":
             self._end()
@@ -84,7 +86,7 @@ class MLflowTracker(Tracker):
 
     def _begin(self, options: dict[str, Any]) -> Any:
         run = self._module.start_run(**self._settings)
-        if "run_id" not in self._settings:  # else it goes on, and has them
+        if "run_id" not in self._settings:  # else it is resumed, and has them
             self._module.log_params(options)
         return run
 
