@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hvd_trainer.backends import horovod_waiter
-from hvd_trainer.backends.session import LOST_RANK_ERRORS
 from hvd_trainer.backends.buckets import Bucket, BucketExchange, BucketReducer
 from hvd_trainer.backends.horovod_waiter import Waiter
+from hvd_trainer.backends.session import LOST_RANK_ERRORS
 from hvd_trainer.errors import BackendError
 from hvd_trainer.faults.activity import Activity, ExchangeAbortedError
 
