@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import tarfile
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-AXE = "axe-core@4.10.3"
-"""The package of npm that tests a page's accessibility."""
+from axe_playwright_python.sync_playwright import Axe
 
 
 def open_page(browser: Any, file: Path, width: int, scheme: str) -> Any:
@@ -34,24 +28,7 @@ def open_page(browser: Any, file: Path, width: int, scheme: str) -> Any:
     return page
 
 
-def fetch_axe(folder: Path) -> str:
-    """Return the script of axe-core, which npm fetches; skip the test where it cannot."""
-    npm = shutil.which("npm")
-    if npm is None:
-        pytest.skip("no npm on this machine: apt-get install npm")
-    packed = subprocess.run(
-        [npm, "pack", "--silent", AXE], cwd=folder, capture_output=True, text=True, timeout=120
-    )
-    if packed.returncode != 0:
-        pytest.skip(f"npm cannot fetch {AXE}: {packed.stderr.strip()[-200:]}")
-    with tarfile.open(folder / packed.stdout.split()[-1]) as archive:
-        script = archive.extractfile("package/axe.min.js")
-        assert script is not None
-        return script.read().decode()
-
-
-def find_barriers(page: Any, axe: str) -> list[str]:
+def find_barriers(page: Any) -> list[str]:
     """Return what axe-core finds wrong on a page, each with the first element that has it."""
-    page.evaluate(axe)
-    found = page.evaluate("axe.run().then(its => its.violations)")
-    return [f"{it['id']}: {it['help']}: {it['nodes'][0]['html']}" for it in found]
+    violations = Axe().run(page).response["violations"]
+    return [f"{one['id']}: {one['help']}: {one['nodes'][0]['html']}" for one in violations]

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from compared import RAN, compared, run_of, trials_of
 from made_traces import make_trace, multiply
-from pages import fetch_axe, find_barriers, open_page
+from pages import find_barriers, open_page
 
 from hvd_trainer.cli import main
 from hvd_trainer.measure.stack_record import MAIN, Frame, Record, StackCount
@@ -113,11 +113,6 @@ ANSWERS = {
 
 
 @pytest.fixture(scope="module")
-def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return fetch_axe(tmp_path_factory.mktemp("axe"))
-
-
-@pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     with pytest.MonkeyPatch.context() as patch:
         for name in DISPLAYS:
@@ -138,12 +133,10 @@ def test_answer_is_above_the_fold(written: dict[str, Path], browser: Any, width:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", PAGES)
-def test_nothing_keeps_people_from_reading(
-    written: dict[str, Path], browser: Any, axe: str, name: str, scheme: str
-) -> None:
+def test_nothing_keeps_people_from_reading(written: dict[str, Path], browser: Any, name: str, scheme: str) -> None:
     page = open_page(browser, written[name], 400, scheme)
     page.evaluate("document.querySelectorAll('details').forEach(it => it.open = true)")
-    assert find_barriers(page, axe) == []
+    assert find_barriers(page) == []
 
 
 def test_two_rounds_are_told_what_to_type(written: dict[str, Path]) -> None:
