@@ -201,7 +201,8 @@ def test_ports_are_those_of_the_documented_commands(
     ports = {int(port) for port in re.findall(r"listens at (\d+)", output(shared))}
     expected = {22, *range(50_000, 51_000), *(range(51_000, 51_200) if launcher == "mpirun" else ())}
     (given,) = {int(port) for _, words in started_by for port in re.findall(r"\b296\d\d\b", " ".join(words))}
-    assert len(ports & set(range(50_000, 51_000))) > 2
+    # Once all ranks are connected, Horovod and the monitor no longer listen: the store is left.
+    assert ports & set(range(50_000, 51_000))
     assert not ports - expected - {given}
 
 

@@ -128,8 +128,13 @@ class TestSite:
 
     def test_search_finds_a_page_that_is_opened_from_a_folder(self, opened: Any) -> None:
         page = opened("index.html", 1280)
-        page.get_by_role("textbox", name="Search").press_sequentially("requeue")
-        page.get_by_role("link", name=re.compile("Requeue by Slurm")).first.wait_for(timeout=20_000)
+        box = page.locator(".md-search__input")
+        box.click()
+        # It says so once it has read the index; what is typed before is lost.
+        page.get_by_text("Type to start searching").wait_for()
+        box.press_sequentially("requeue")
+        found = page.locator(".md-search-result__link").filter(has_text="Requeue by Slurm")
+        found.first.wait_for(timeout=60_000)
 
     def test_every_page_leads_to_the_repository(self, opened: Any) -> None:
         link = opened("install.html", 1280).locator("a.md-source").first
