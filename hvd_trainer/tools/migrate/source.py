@@ -251,6 +251,8 @@ class Source:
                 self.changes[self.span(gone[-1])] = "pass"
         for statement in removed:
             start, end = self.span(statement, wide=True)
+            # The line that sets apart what is taken out sets apart what follows it at once, too.
+            start += self.text.startswith("\n", start) and not self.text.startswith("\n", end)
             if not self.changes.get((start, start), "x").strip():  # it only indents what is taken out
                 del self.changes[start, start]
             self.changes[start, end] = ""
