@@ -103,7 +103,7 @@ def failures(comparison: Comparison) -> list[Verdict]:
     failed = [result for result in comparison.results if result.state in ("failed", "killed")]
     if not failed:
         return []
-    text = f"{len(failed)} of {plural(len(comparison.results), 'trial')} failed: they have no figures."
+    text = f"{len(failed)} of {plural(len(comparison.results), 'trial')} failed."
     printed = ", ".join([result.output for result in failed if result.output][:MAX_NAMED])
     where = [f"What they printed is beside this report: {printed}"] if printed else []
     badge = f"FAILED {len(failed)} OF {len(comparison.results)}"

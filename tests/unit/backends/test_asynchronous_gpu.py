@@ -240,9 +240,9 @@ def test_work_is_begun_and_finished_on_the_stream_that_asked_for_it(gpu: StandIn
 
 
 def test_stream_of_a_script_waits_for_horovods_result(gpu: StandIn) -> None:
-    mpi_ops, session = ModuleType("mpi_ops"), SimpleNamespace(waiting=nullcontext)
+    mpi_ops, script = ModuleType("mpi_ops"), SimpleNamespace(watch=SimpleNamespace(waiting=nullcontext))
     vars(mpi_ops)["synchronize"] = lambda handle: (torch.zeros(1), None)
-    _mark_waits(mpi_ops, cast("Any", session))
+    _mark_waits(mpi_ops, cast("Any", script))
     assert mpi_ops.synchronize(1) == (torch.zeros(1), None)
     assert gpu.calls == ["compute follows"]
 

@@ -109,7 +109,7 @@ def test_failed_trials_come_first_in_every_output(tmp_path: Path, capsys: pytest
     runs = [RunRecord(trial.identity, 1, "failed", 1.0, "no memory", output="failed/1.txt") for trial in plan[1:]]
     report.write(compared(plan, [run_of(plan[0]), *runs]), tmp_path)
     out, kept, markdown, page = outputs(tmp_path, capsys)
-    failed = "3 of 4 trials failed: they have no figures."
+    failed = "3 of 4 trials failed."
     assert out.startswith(f"{failed}\n  ddp x 1; horovod x 2; ddp x 2: failed in round 1: no memory\n")
     assert "What they printed is beside this report: failed/1.txt" in out
     assert "Type: python -m hvd_trainer compare --rounds 2 --retry-failed -- -m hvd_trainer.mnist" in out
@@ -225,7 +225,7 @@ def test_report_names_trials_without_figures(capsys: pytest.CaptureFixture[str],
     assert re.search(r"ddp +1 +2 +2 +16 +- .* failed", text)
     assert re.search(r"ddp +2 +2 +4 +32 .* failed *$", text, re.MULTILINE)
     assert re.search(
-        r"^5 of 16 trials failed: they have no figures.\n"
+        r"^5 of 16 trials failed.\n"
         r"  ddp x 1, stages 2, chunks 2, batch size 16; .* and 1 more: failed in round 1: "
         r"--stages 2 does not divide the 1 rank\n  ddp x 2, stages 2, chunks 4, batch size 32: .* out of m",
         text,

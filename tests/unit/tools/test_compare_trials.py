@@ -200,7 +200,7 @@ def test_compare_without_training_says_that_it_failed(
     assert cli.main([*options, "--", str(tmp_path / "job.py")]) == 1
     out = capsys.readouterr().out
     assert "single x 1: failed: it took no optimizer step that counts" in out
-    assert "\nFAILED 1 OF 1 TRIAL\n  single x 1: failed in round 1: it took no optimizer step that counts" in out
+    assert "\n1 of 1 trial failed.\n  single x 1: failed in round 1: it took no optimizer step that counts" in out
 
 
 # Equal work.
