@@ -222,7 +222,7 @@ def abort_ends_a_wait(kind: str, folder: str) -> tuple[int, None]:
         hvd.init()
         hvd.allreduce(torch.ones(4, device=place()), name="meet")
         groups = basics.runtime().controller(0)._transport._device_groups
-        begin, abort = next(iter(groups.values())).allreduce, basics.runtime()._abort_exchanges
+        begin, abort = next(iter(groups.values())).allreduce, basics.runtime().abort_exchanges
     else:
         from hvd_trainer import backends
 
