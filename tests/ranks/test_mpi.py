@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from combinations import case
 from digits_job import argv, weights
 from job import Result
 from launchers import QUICKEST, SUPPORT, launch, requires
@@ -56,7 +57,9 @@ def test_four_ranks_train_the_same_bits_where_they_are_reproducible(
     assert weights(tmp_path / "mpi") == weights(tmp_path / "ddp")
 
 
-@pytest.mark.parametrize("options", ["--transport mpi --stages 2", "--transport mpi --precision bf16"])
+@pytest.mark.parametrize(
+    "options", [case("--transport mpi --stages 2"), case("--transport mpi --precision bf16", when="nightly")]
+)
 def test_other_trainings_end(on_mpi: dict[str, str], options: str) -> None:
     said = run(on_mpi, 4, *options.split()).stdout
     assert "on MPI" in said
