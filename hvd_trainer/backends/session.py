@@ -311,20 +311,20 @@ class Session:
             self._raise_root_cause(error)
 
     def _end(self, error: BaseException | None) -> None:
-        with_others = error is None or isinstance(error, PreemptedError)
-        try:
-            if not with_others:
-                assert error is not None
+        if error is not None and not isinstance(error, PreemptedError):
+            with ExitStack() as ending:
+                ending.callback(self.close)
+                ending.callback(self._engine.stop, wait=False)
                 self._report(error)
-            elif self.monitor is not None:
+            return
+        try:
+            if self.monitor is not None:
                 self.monitor.report_done(self.ending)
             self._engine.stop(wait=error is None)
         except BaseException as stopping:
-            if with_others:
-                self.end(stopping)
+            self.end(stopping)
             raise
-        finally:
-            self.close()
+        self.close()
 
     def _report(self, error: BaseException) -> None:
         """Tell the monitor why this rank fails, and wait until it has found the root cause."""

@@ -92,3 +92,20 @@ def test_session_is_closed_whatever_its_engine_raises(monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match="cannot stop"):
         backend.__exit__(ValueError, ValueError("the cause"), None)
     assert closed == [True]
+
+
+def test_engine_is_stopped_whatever_interrupts_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the root cause is waited for left the engine's threads and groups behind."""
+
+    def interrupt(error: BaseException) -> None:
+        raise KeyboardInterrupt
+
+    stopped: list[bool] = []
+    backend = backends.create(EngineOptions(backend="single"))
+    monkeypatch.setattr(backend, "stop", lambda wait: stopped.append(wait))
+    backend.__enter__()
+    monkeypatch.setattr(backend.session, "_report", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        backend.__exit__(ValueError, ValueError("the cause"), None)
+    assert stopped == [False]
+    assert backend.session.monitor is None
