@@ -1,4 +1,4 @@
-"""What a `Session` starts among ranks that have met, and stops: the Trainer's engine, `hvd`, or a script's own."""
+"""The interface by which a `Session` starts and stops an engine: the Trainer's, `hvd`, or one that a script starts."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SIZE = (5.0, 3.2)
 """Inches: small, so that letters can still be read where a telephone makes it narrower."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
-"""Of Okabe and Ito, which the colour-blind tell apart."""
+"""Okabe and Ito's palette, whose colours people with colour blindness can tell apart."""
 INK, GRID = "#010203", "#010204"
 """Stand for the page's colours, which are dark or light."""
 TEXT_STYLE: dict[Any, Any] = {

@@ -17,7 +17,7 @@ OF_DDP = {
     *("train", "eval", "parameters", "zero_grad", "training", "requires_grad_", "buffers", "modules", "apply"),
     *("no_sync", "register_comm_hook", "join", "to", "cuda", "cpu", "float", "half"),
 }
-"""What a wrapped model answers as the model itself does."""
+"""Attributes that DistributedDataParallel has with the meaning that they have in the model."""
 OF_MODULES = OF_DDP | {
     *("state_dict", "load_state_dict", "named_parameters", "named_buffers", "named_modules", "children", "module"),
     *("named_children", "share_memory", "double", "register_forward_hook", "compile", "device", "__class__"),
@@ -84,7 +84,7 @@ class Folder:
 
 @dataclass
 class Training:
-    """What the training does with a model, seen from a variable that has it; empty if it does not train by it.
+    """The uses of a model variable in the training; empty if the training does not call it.
 
     Attributes:
         calls: of the model, with the name by which they call the wrapped one.
@@ -166,7 +166,7 @@ def _assigned_to(folder: Folder, source: Source, node: cst.BaseExpression) -> li
     """Return the variables that get a model: by an assignment, that of an unknown call of it, or by a return."""
     parent: Any = source.parents[node]
     outer: Any = source.parents[source.parents[parent]] if isinstance(parent, (cst.Arg, cst.Element)) else parent
-    found = [(source, outer.targets[0].target)] if isinstance(outer, cst.Assign) else []
+    targets = [(source, outer.targets[0].target)] if isinstance(outer, cst.Assign) else []
     function: Any = source.function(node)
     for other in folder.sources if isinstance(outer, cst.Return) and function is not None else ():
         for assigned in other.find(cst.Assign):
@@ -176,8 +176,8 @@ def _assigned_to(folder: Folder, source: Source, node: cst.BaseExpression) -> li
             if isinstance(parent, cst.Element) and isinstance(target, cst.Tuple):
                 target = target.elements[outer.value.elements.index(parent)].value
             if other is source or source.path.stem in other.modules(call.func):
-                found.append((other, target))
-    return [(other, key) for other, target in found if (key := other.key(target)) is not None]
+                targets.append((other, target))
+    return [(other, key) for other, target in targets if (key := other.key(target)) is not None]
 
 
 def last_name(function: cst.BaseExpression) -> str:

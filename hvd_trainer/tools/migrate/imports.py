@@ -21,7 +21,7 @@ NEEDED = {
     r"\bJoin\(\[": "from torch.distributed.algorithms.join import Join",
     r"\bDDP\(": "from torch.nn.parallel import DistributedDataParallel as DDP",
 }
-"""What a new text uses, and the import that it needs."""
+"""Imports that the new code needs, by a pattern of what it uses."""
 NAMES = {"dist": "torch.distributed", "DDP": "torch.nn.parallel.DistributedDataParallel"}
 NO_USE = (cst.Attribute, cst.AssignTarget, cst.NameItem, cst.Param, cst.ImportAlias, cst.AsName)
 IMPORT = m.SimpleStatementLine([m.Import() | m.ImportFrom(module=~m.Name("__future__"))])

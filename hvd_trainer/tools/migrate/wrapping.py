@@ -213,9 +213,9 @@ def find_passes(source: Source, call: cst.Call, model: str, optimizers: set[str]
     if loop is None or source.function(loop) is not function or not inside or not back:
         return None
     pass_ = body[body.index(inside[0]) : body.index(back[-1]) + 1]
-    mine = [it for it in source.find(cst.Call, function) if _gives(source, it, optimizers)]
-    steps = [it for it in mine if m.matches(it.func, m.Attribute(attr=m.Name("step")))]
-    other = [it for it in mine if it not in steps and not m.matches(it.func, m.Attribute(attr=m.Name("unscale_")))]
+    uses = [it for it in source.find(cst.Call, function) if _gives(source, it, optimizers)]
+    steps = [it for it in uses if m.matches(it.func, m.Attribute(attr=m.Name("step")))]
+    other = [it for it in uses if it not in steps and not m.matches(it.func, m.Attribute(attr=m.Name("unscale_")))]
     in_loop = [it for it in steps if loop in source.ancestors(it)]
     if not pass_ or not steps or any(loop in source.ancestors(it) for it in other):
         return None
