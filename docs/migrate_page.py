@@ -38,9 +38,9 @@ together: models, and `hvd` itself, are followed through calls from file to file
 and READMEs beside the files becomes torchrun. `pip install 'hvd_trainer[migrate]'` brings what it needs.
 
 What cannot be migrated, or is not seen well enough, is left as it is and listed with its line and what to do:
-it still works, by `from hvd_trainer import hvd`, so a half-migrated script runs. Exit codes: 0, all is migrated; 3,
-something is left; 1, `--prove` has found a difference; 2, a mistake, such as a file that is not Python 3, does not
-use Horovod, uses it for TensorFlow or Keras, or has another `dist` or `DDP`.
+it still works, by `from hvd_trainer import hvd`, so a half-migrated script runs. Exit codes: 0, all is migrated;
+3, something is left; 1, `--prove` has found a difference; 2, a mistake, such as a file that is not Python 3, does
+not use Horovod, uses it for TensorFlow or Keras, or has another `dist` or `DDP`.
 
 <!-- Written by `python docs/migrate_page.py`: change the rules and not this page. -->
 
@@ -63,7 +63,7 @@ MORE_LEFT = """\
 torch.distributed knows no names |
 | a collective whose gradient is used | `torch.distributed.nn.functional` |
 | a model that is trained by other calls than its own, or by functions in other files | wrap what is called |
-| a model variable that is assigned again, as by `amp.initialize`, after the optimizer is wrapped | wrap it after that |
+| a model that `amp.initialize` or the like replaces after the optimizer is wrapped | wrap it after that |
 
 Where Horovod has a trap that changes numbers, the result is without it, and `--prove` names it: most scripts
 call `broadcast_optimizer_state` of a new optimizer, [which takes a step](scripts.md#the-numbers-of-horovod). It

@@ -1,4 +1,4 @@
-"""The interface by which a `Session` starts and stops an engine: the Trainer's, `hvd`, or one that a script starts."""
+"""The interface by which a `Session` starts and stops an engine: the Trainer's, `hvd`, or a script's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step, phase and time of the last progress of this rank: the one clock of all time limits. Setting it is cheap."""
+"""Step, phase and last progress of this rank: the one clock of all time limits. Setting it is cheap."""
 
 from __future__ import annotations
 

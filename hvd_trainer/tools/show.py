@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import yaml
 from tyro.conf import Positional, arg
 
@@ -45,6 +46,15 @@ class Options:
     """folder for show.html, .md and .json"""
 
 
+class Line(msgspec.Struct):
+    """What a line of metrics.jsonl must have; older ones have no times."""
+
+    event: str
+    step: int
+    time: float = 0.0
+    started_at: float = 0.0
+
+
 @dataclass(frozen=True)
 class Run:
     """What a run has kept."""
@@ -68,9 +78,10 @@ class Run:
         options: dict[str, Any] = {}
         with suppress(OSError), open_regular(folder / METRICS) as lines:
             for line in lines:
-                with suppress(ValueError, RecursionError):
-                    records.append(json.loads(line))
-        records = [it for it in records if isinstance(it, dict) and {"event", "step"} <= it.keys()]
+                with suppress(ValueError, RecursionError, msgspec.ValidationError):
+                    record = json.loads(line)  # which takes NaN, too
+                    msgspec.convert(record, Line)
+                    records.append(record)
         if not records:
             raise OptionError(f"{folder} has no {METRICS} with a step or an epoch: name a run's --log-dir")
         with suppress(OSError, yaml.YAMLError):
@@ -148,7 +159,8 @@ def pictures(runs: Sequence[Run]) -> Iterator[Picture]:
 
 def tables(runs: Sequence[Run]) -> Iterator[Table]:
     """Yield the last figures of each run, and the options that differ."""
-    names = list(dict.fromkeys(name for run in runs for name, value in run.last.items() if _is_figure(value)))
+    figures = (name for run in runs for name, value in run.last.items() if _is_figure(value))
+    names = [name for name in dict.fromkeys(figures) if name not in ("time", "started_at")]
     rows = [(name, *(number(run.last[name]) if name in run.last else "-" for run in runs)) for name in names]
     yield Table("Last figures", ("", *(run.name for run in runs)), rows)
     options = dict.fromkeys(name for run in runs for name in run.options)

@@ -89,7 +89,9 @@ def write_runs(folder: Path) -> Path:
                 lines.write(json.dumps({"event": event, **known, **at, **figures}) + "\n")
             if number == 0:
                 lines.write(json.dumps({"event": "end", **known, **at, **figures, "peak_memory_mb": 300.0}) + "\n")
-                lines.write('{"event": "step", "torn')
+                lines.write(
+                    '{"event": "step", "step": 99, "started_at": "yesterday"}\n[1]\n{"event": "step", "torn'
+                )
         (folder / name / "config.yaml").write_text(yaml.safe_dump({"lr": 0.1 + number, "seed": 1}))
     (folder / "second" / "failures" / "stall.txt").touch()
     assert main(["show", str(folder / "first"), str(folder / "second"), "--out", str(folder)]) == 0
@@ -150,5 +152,6 @@ def test_runs_are_shown_with_what_happened(written: dict[str, Path], capsys: pyt
     for text in (">loss<", ">samples per second<", ">learning rate<", "> restart<", "Options that differ"):
         assert text in page
     assert "first: 10 steps, test loss 0.15, train loss 0.1." in page
+    assert "started_at" not in page
     assert main(["show", str(written["show"].parent / "third")]) == 2
     assert "third has no metrics.jsonl" in capsys.readouterr().err
