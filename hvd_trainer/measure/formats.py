@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.utils.text import install_extra
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,7 +62,7 @@ def check_installed(*names: str) -> None:
     if missing:
         raise OptionError(
             f"The tables and pictures of this tool need {' and '.join(missing)}, which "
-            f"{'is' if len(missing) == 1 else 'are'} not installed. Type: pip install 'hvd_trainer[tools]'"
+            f"{'is' if len(missing) == 1 else 'are'} not installed. Type: {install_extra('tools')}"
         )
 
 

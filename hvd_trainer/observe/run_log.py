@@ -16,10 +16,10 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.run_folder import CONFIG, FACTS, METRICS, RunFolder
 from hvd_trainer.utils.files import atomic_write, open_regular
+from hvd_trainer.utils.text import install_extra
 
 logger = logging.getLogger(__name__)
 
-INSTALL_TENSORBOARD = "pip install 'hvd_trainer[tensorboard]'"
 LOCK_PATIENCE_S = 20.0
 """How long a frozen rank 0 may still hold the folder: horovodrun sends it SIGTERM, and SIGKILL 5 s later."""
 MAX_LINE_BYTES = 2**20
@@ -103,7 +103,7 @@ class RunLog:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            self.info(f"log      without TensorBoard's file, which needs: {INSTALL_TENSORBOARD}")
+            self.info(f"log      without TensorBoard's file, which needs: {install_extra('tensorboard')}")
         else:
             self._board = SummaryWriter(str(self.folder), purge_step=step + 1)
 

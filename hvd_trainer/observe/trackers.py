@@ -13,6 +13,7 @@ from typing import Any
 from hvd_trainer.config.parser import flatten
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.callback import Callback, RunView
+from hvd_trainer.utils.text import install_extra
 
 PLACES = ("step", "epoch")
 """Keys of a record that are no figures."""
@@ -35,7 +36,7 @@ class Tracker(Callback, ABC):
         try:
             self._module = importlib.import_module(self.package)
         except ImportError as error:
-            install = f"pip install 'hvd_trainer[{self.package}]'"
+            install = install_extra(self.package)
             raise OptionError(f"{type(self).__name__} needs {self.package}. Type: {install}") from error
         self._settings = settings
         self._run: Any = None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from importlib.metadata import PackageNotFoundError, distribution
+from urllib.parse import unquote, urlsplit
+
 COMMAND = "python -m hvd_trainer"
 """How messages name this package's commands: unlike `hvd-trainer` it needs no folder of scripts on PATH."""
 INSTALL_HOROVOD = f"{COMMAND} install-horovod"
@@ -11,3 +15,15 @@ def plural(count: float, singular: str, plural: str | None = None) -> str:
     """Return a count with its noun: `1 rank`, `2 ranks`; the plural adds an s if none is given."""
     number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
     return f"{number} {singular if count == 1 else plural or singular + 's'}"
+
+
+def install_extra(name: str) -> str:
+    """Return the command that installs an extra of this package, from where the package itself came (PEP 610)."""
+    try:
+        origin = json.loads(distribution("hvd_trainer").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        origin = {}
+    url = urlsplit(origin.get("url", ""))
+    source = unquote(url.path) if url.scheme == "file" else "hvd_trainer"
+    editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
+    return f"pip install {editable}'{source}[{name}]'"

@@ -301,9 +301,8 @@ def test_run_without_tensorboard_names_what_to_type(
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with caplog.at_level("INFO", "hvd_trainer"):
         fit(options_of(log_dir=str(tmp_path), epochs=1, quiet=False), small_model(), signs(NUM))
-    assert (
-        caplog.text.count("without TensorBoard's file, which needs: pip install 'hvd_trainer[tensorboard]'") == 1
-    )
+    assert caplog.text.count("without TensorBoard's file, which needs: pip install ") == 1
+    assert "[tensorboard]'" in caplog.text
     assert [line["event"] for line in lines(tmp_path)][-1] == "end"
     assert not list(tmp_path.glob("events*"))
 

@@ -21,11 +21,11 @@ from torch import Tensor
 from hvd_trainer.errors import DataError
 from hvd_trainer.jobs.reviews.archive import MARKUP, SPLITS, Reviews
 from hvd_trainer.utils.files import UNREADABLE, atomic_write
+from hvd_trainer.utils.text import install_extra
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-INSTALL = "pip install 'hvd_trainer[imdb]'"
 FORMAT = 2
 """Version of the cache's content: raise it when other ids are made of the same reviews."""
 PAD = "[PAD]"
@@ -94,7 +94,9 @@ def _train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
     try:
         from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     except ImportError as error:
-        raise DataError(f"the package tokenizers makes the tokens ({error}). Type: {INSTALL}") from error
+        raise DataError(
+            f"the package tokenizers makes the tokens ({error}). Type: {install_extra('imdb')}"
+        ) from error
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence(

@@ -17,7 +17,7 @@ from tyro.conf import Positional, arg
 from hvd_trainer.config.checks import range_errors, refuse
 from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import OptionError
-from hvd_trainer.utils.text import COMMAND, plural
+from hvd_trainer.utils.text import COMMAND, install_extra, plural
 
 SKIPPED = {"build", "dist", "node_modules", "site-packages"}
 OTHER_APIS = r"horovod\.(tensorflow|keras|mxnet)|horovod import (tensorflow|keras)"
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
             f"which is run as it is and as the diff has it, and --write comes later"
         )
     if importlib.util.find_spec("libcst") is None:
-        raise OptionError("migrate needs libcst, and there is none here. Type: pip install 'hvd_trainer[migrate]'")
+        raise OptionError(f"migrate needs libcst, and there is none here. Type: {install_extra('migrate')}")
     from hvd_trainer.tools.migrate.migration import migrate
 
     migrated = migrate({path: path.read_bytes().decode() for path in _files(options.files)})
