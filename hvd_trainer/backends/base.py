@@ -344,10 +344,7 @@ class Backend(Engine, ABC):
         if skip_non_finite and grad_norm is not None:
             skipped = not math.isfinite(self.read(grad_norm))
         if scaler is None and not skipped:
-            if self._reducer is None:
-                optimizer.step()
-            else:
-                self._reducer.update(optimizer)
+            optimizer.step()
         elif scaler is not None and skip_non_finite and scaler.get_scale() < 1:
             # Non-finite data halves the scale each time, as an overflow does: without a bound, down to 0.
             scaler.update(1.0)

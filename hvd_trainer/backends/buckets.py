@@ -20,7 +20,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from hvd_trainer.errors import BackendError
 from hvd_trainer.utils import accelerator
@@ -36,10 +35,6 @@ class Reducer(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Wait until every gradient is the mean over ranks."""
-
-    def update(self, optimizer: Optimizer) -> None:
-        """Step the user's optimizer."""
-        optimizer.step()
 
     @abstractmethod
     def close(self) -> None:

@@ -19,7 +19,7 @@ from hvd_trainer.backends.base import Backend
 from hvd_trainer.backends.buckets import BucketReducer, Reducer
 from hvd_trainer.backends.compiled import compile_in_buckets
 from hvd_trainer.backends.horovod_collectives import HorovodCollectives
-from hvd_trainer.backends.horovod_reducer import HorovodBucketExchange, HorovodTensorReducer
+from hvd_trainer.backends.horovod_reducer import HorovodBucketExchange, HorovodSparseReducer
 from hvd_trainer.backends.horovod_start import (
     MIN_PATCH_SET_BFLOAT16,
     MIN_PATCH_SET_ELASTIC,
@@ -214,8 +214,7 @@ class HorovodBackend(Backend):
     def _make_reducer(self, model: nn.Module, optimizer: Optimizer) -> Reducer:
         hvd = self._hvd
         if any(getattr(module, "sparse", False) for module in model.modules()):
-            settings = {"compression": self._compression()}
-            return HorovodTensorReducer(hvd, self.collectives.waiter, model, optimizer, settings)
+            return HorovodSparseReducer(hvd, self.collectives.waiter, model, optimizer, self._compression())
         reorder = not self.options.find_unused_parameters
         return self._make_bucket_reducer(model, hvd.global_process_set, reorder=reorder)
 

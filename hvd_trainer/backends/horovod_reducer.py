@@ -23,11 +23,10 @@ queue, and nothing here waits for the device. Why what follows may be queued at 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -82,61 +81,31 @@ class HorovodBucketExchange(BucketExchange):
                 flat.data.copy_(flat.grad)  # compression has put the result elsewhere
 
 
-class HorovodTensorReducer(Reducer):
-    """Horovod's own exchange, tensor by tensor or in its groups: for `num_groups`, Adasum and sparse gradients.
+class HorovodSparseReducer(Reducer):
+    """Horovod's own exchange, tensor by tensor: for models with sparse gradients, which have no place in a bucket.
 
     Args:
-        settings: further arguments of `hvd.DistributedOptimizer`.
+        compression: one of `hvd.Compression`.
     """
 
     def __init__(
-        self,
-        hvd: ModuleType,
-        waiter: Waiter,
-        model: nn.Module,
-        optimizer: Optimizer,
-        settings: Mapping[str, Any],
+        self, hvd: ModuleType, waiter: Waiter, model: nn.Module, optimizer: Optimizer, compression: Any
     ) -> None:
         self._waiter = waiter
-        self._adasum = settings.get("op") == hvd.Adasum
-        self._wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **settings)
+        self._wrapped = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), compression=compression
+        )
 
     def set_enabled(self, enabled: bool) -> None:
         # Horovod's hooks count down to the exchange: from 2 they never reach it in one pass.
         self._wrapped.set_backward_passes_per_step(1 if enabled else 2)
 
     def finish(self) -> None:
-        if self._adasum:
-            return  # it combines updates, not gradients
-        self._send_incomplete_groups()
         for handle, _ in list(self._wrapped._handles.values()):
-            if isinstance(handle, int):
+            if isinstance(handle, int):  # else sparse: a function that waits
                 self._waiter.wait(handle)
         self._wrapped.synchronize()
         follow([group["params"] for group in self._wrapped.param_groups])
-
-    def _send_incomplete_groups(self) -> None:
-        """Send the groups of which some parameter got no gradient in the last backward pass.
-
-        Horovod would send their members one by one, and wait for ever on the ranks that sent the group.
-        """
-        wrapped = self._wrapped
-        for group in wrapped._group_counts:
-            if group not in wrapped._handles:
-                for parameter in group:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    wrapped._handles.pop(parameter, None)
-                wrapped._handles[group] = wrapped._grouped_allreduce_grad_async(group)
-                wrapped._group_counts[group] = 0
-
-    def update(self, optimizer: Optimizer) -> None:
-        if self._adasum:
-            # It must step by itself, with the state and settings of the user's optimizer.
-            self._wrapped.state, self._wrapped.param_groups = optimizer.state, optimizer.param_groups
-            self._wrapped.step()
-        else:
-            super().update(optimizer)
 
     def close(self) -> None:
         """Do nothing: Horovod's hooks go with the wrapper."""
