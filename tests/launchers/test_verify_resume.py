@@ -14,7 +14,6 @@ from hvd_trainer.tools.verify_resume.campaign import Campaign, Killed
 
 SCRIPT = str(SCRIPTS / "torch_ddp.py")
 SAME = "the final weights are the same, to the last bit."
-pytestmark = pytest.mark.warm
 DIGITS = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "3", "--save-every-steps", "2"]
 RESUMING = ["--log-dir", "{folder}/log", "--resume", "auto"]
 
