@@ -22,6 +22,7 @@ import os
 import resource
 import runpy
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -98,6 +99,8 @@ def main(address: str) -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+    shutil.rmtree(os.path.dirname(address), ignore_errors=True)
+    os._exit(0)  # at a usual exit the bindings of Triton print a list of leaks
 
 
 def ports_of(server: int) -> Iterator[int]:
