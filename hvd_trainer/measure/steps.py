@@ -84,6 +84,7 @@ class StepRecorder(Listener):
         """
         self._resolve()
         table = np.array(self._rows, [("samples", int), ("lr", float), ("loss", float), ("skipped", bool)])
+        columns: dict[str, Any] = {name: table[name] for name in table.dtype.names or ()}
         self._file.parent.mkdir(parents=True, exist_ok=True)
         np.savez(
             self._file,
@@ -94,7 +95,7 @@ class StepRecorder(Listener):
             facts=json.dumps(end.facts),
             results=json.dumps({"peak_memory_mb": round(peak_bytes(self._device) / MB, 2), **end.results}),
             weights=end.weights,
-            **{name: table[name] for name in table.dtype.names or ()},
+            **columns,
         )
 
     def _mark_first_step(self) -> None:
