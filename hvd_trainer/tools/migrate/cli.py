@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -132,12 +133,12 @@ def _files(given: Sequence[Path]) -> Iterator[Path]:
 
 
 def _check_clean(paths: Sequence[Path]) -> None:
-    """See that git has what is to be changed.
+    """See that git has what is to be changed, where there is git.
 
     Raises:
         OptionError: it does not.
     """
-    for path in paths:
+    for path in paths if shutil.which("git") else ():
         words = ["git", "-C", str(path.parent), "status", "--porcelain", "--", path.name]
         status = subprocess.run(words, capture_output=True, text=True)
         if status.returncode == 0 and status.stdout.strip():
