@@ -264,8 +264,8 @@ class DatasetLoader(Loader):
         return self._to_device(self._loader)
 
 
-# A fork server imports this once, and PyTorch with it. By default it imports no more than the main module: where that
-# imports PyTorch in a function, each loader process did, at every start.
+# A fork server imports this once, and PyTorch with it. By default it imports no more than the main module: where
+# that imports PyTorch in a function, each loader process did, at every start.
 multiprocessing.set_forkserver_preload(["__main__", __name__])
 
 
