@@ -101,14 +101,14 @@ class Run:
     def curve(self, name: str) -> list[tuple[float, float]]:
         """Return a figure by steps: of the steps that have it, or else of the epochs."""
         for event in ("step", "epoch"):
-            lines = [it for it in self.records if it["event"] == event]
-            if pairs := [(it["step"], it[name]) for it in lines if isinstance(it.get(name), float)]:
+            rows = [row for row in self.records if row["event"] == event]
+            if pairs := [(row["step"], row[name]) for row in rows if isinstance(row.get(name), float)]:
                 return pairs
         return []
 
     def progress(self) -> list[tuple[float, float]]:
         """Return steps by minutes since the start."""
-        return [((it["time"] - self.starts[0]) / 60, it["step"]) for it in self.records if "started_at" in it]
+        return [((row["time"] - self.starts[0]) / 60, row["step"]) for row in self.records if "started_at" in row]
 
     def marks(self) -> Iterator[tuple[float, str]]:
         """Yield what happened, by minutes since the start: restarts, saves that are still kept, and failures."""

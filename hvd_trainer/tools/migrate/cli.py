@@ -73,17 +73,17 @@ def main(argv: Sequence[str]) -> int:
 
     migrated = migrate({path: path.read_bytes().decode() for path in _files(options.files)})
     if options.write and not options.force:
-        _check_clean([it.path for it in migrated if it.before != it.after])
-    for it in migrated:
-        diff = it.diff().splitlines()
+        _check_clean([file.path for file in migrated if file.before != file.after])
+    for file in migrated:
+        diff = file.diff().splitlines()
         is_coloured = sys.stdout.isatty()
         print(*(_coloured(line) if is_coloured else line for line in diff), sep="\n", end="\n" * bool(diff))
         if options.write:
-            it.path.write_bytes(it.after.encode())
-    left = [f"{it.path}:{line}: {what}: {advice}" for it in migrated for line, what, advice in it.left]
+            file.path.write_bytes(file.after.encode())
+    left = [f"{file.path}:{line}: {what}: {advice}" for file in migrated for line, what, advice in file.left]
     if left:
         print("", "Left as it is, to do by hand:", *left, sep="\n")
-    changed = plural(sum(it.before != it.after for it in migrated), "file")
+    changed = plural(sum(file.before != file.after for file in migrated), "file")
     print(f"\n{changed} {'changed' if options.write else 'to change: add --write'}", flush=True)
     code = 0
     if options.prove:
