@@ -51,7 +51,7 @@ NEEDED = (
 )
 FAILED_S, POLL_S = 5.0, 0.02
 ORPHAN_S = 30.0
-"""How long processes may outlive the ranks: a loader's look every 5 seconds whether theirs is still there."""
+"""How long processes may outlive the ranks: those of a loader look for their parent every 5 seconds."""
 RUN = ["-m", "hvd_trainer", "run"]
 REPLACED = ("horovod.", "hvd_trainer.hvd.", "hvd_trainer.c10d.", "hvd_trainer.backends.horovod")
 """Beginnings of the names, with a dot at their end, of what `hvd_trainer run` gives to a script or imports."""

@@ -84,7 +84,9 @@ class Rewriter:
                     r"\1model\2DistributedDataParallel",
                     text,
                 )
-                text = re.sub(r"\bhvd\.(\w+)\(\)", lambda call: _in_words(BY_NAME.get(call[1])) or call[0], text)
+                text = re.sub(
+                    r"\bhvd\.(\w+)\(\)", lambda match: _in_words(BY_NAME.get(match[1])) or match[0], text
+                )
                 source.changes |= {source.span(node): text} if text != node.value else {}
             elif isinstance(node, cst.Parameters) and not self.job.keep:
                 kept = [param for param in node.params if source.key(param.name) not in source.passed]

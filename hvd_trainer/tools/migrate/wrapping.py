@@ -91,8 +91,8 @@ def plan(folder: Folder, source: Source, call: cst.Call) -> Wrapping:
     options, statement = bind(call, SIGNATURE), source.around(call, cst.SimpleStatementLine)
     if options is None or statement is None:
         raise NotFollowedError("its options are not those of one exchange among all ranks")
-    sent = [call for at, call in folder.calls("broadcast_parameters") if at is source]
-    whole = [(call, of[0]) for call in sent if (of := broadcast_of(source, call)) is not None and of[2] == "0"]
+    sends = [send for at, send in folder.calls("broadcast_parameters") if at is source]
+    whole = [(send, of[0]) for send in sends if (of := broadcast_of(source, send)) is not None and of[2] == "0"]
     named = options.get("named_parameters")
     if named is not None and m.matches(named, m.Call(m.Attribute(attr=m.Name("named_parameters")))):
         model = named.func.value
@@ -105,7 +105,7 @@ def plan(folder: Folder, source: Source, call: cst.Call) -> Wrapping:
     if (key := source.key(model)) is None:
         raise NotFollowedError(f"`{source.code(model)}` is more than a variable")
     block = source.body(statement)
-    lines = [source.own_line(call) for call, of in whole if source.key(of) == key]
+    lines = [source.own_line(send) for send, of in whole if source.key(of) == key]
     later = [line for line in lines if line in block and block.index(line) > block.index(statement)]
     place: Any = later[0] if later else statement
     result = Wrapping(source, call, place, source.code(model), key, Training())
