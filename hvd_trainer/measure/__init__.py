@@ -10,9 +10,11 @@ stale.py, report.py
                 what makes a run stale, and the report of a tool
 
 message.py      what a tool asks a job to record, in one environment variable
-trainer.py      the listeners of a job on the Trainer  \\
-script.py       the listeners of any other script       > one set of recorders, one format
-events.py       what PyTorch's hooks tell of a script  /
+trainer.py      tells the listeners of a job on the Trainer what its loop does
+script.py, events.py
+                tell those of any other script, by PyTorch's hooks
+listener.py, recorders.py
+                what all are told, and which of them record a rank
 steps.py, stacks.py, trace_format.py
                 the recorders: times of steps, sampled stacks, what the first steps compute
 """

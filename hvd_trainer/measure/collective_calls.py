@@ -7,13 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from types import FrameType, ModuleType
 from typing import Any
 
 import torch.distributed
 
-from hvd_trainer.measure.stack_record import Place, owner_of
+from hvd_trainer.measure.stack_record import CallCount, Place, owner_of
 from hvd_trainer.utils.import_hooks import ImportHooks
 from hvd_trainer.utils.tensors import tensors_in
 
@@ -32,28 +31,15 @@ ENGINES = (
     *("/hvd_trainer/training/loop.py", "/torch/nn/modules/", "/torch/distributed/algorithms/"),
 )
 """Files of what exchanges by itself: a call that comes through them is not the user's own."""
-
-
 MAX_TIMED = 4000
 """Calls of a place whose seconds are kept."""
-
-
-@dataclass
-class Count:
-    """The calls from a place that count."""
-
-    first: int
-    """the number of the first one, from 0"""
-    calls: int = 0
-    bytes: int = 0
-    seconds: list[float] = field(default_factory=list)
 
 
 class CollectiveCalls:
     """Counts the calls from `install` on; those within another one are a part of it."""
 
     def __init__(self) -> None:
-        self.counts: dict[tuple[str, Place], Count] = {}
+        self.counts: dict[tuple[str, Place], CallCount] = {}
         """by function and place"""
         self._numbers: dict[tuple[str, Place], int] = {}
         self._inside = threading.local()
@@ -95,7 +81,7 @@ class CollectiveCalls:
 
     def _add(self, key: tuple[str, Place], arguments: Any, seconds: float) -> None:
         number = self._numbers[key] = self._numbers.get(key, -1) + 1
-        entry = self.counts.setdefault(key, Count(number))
+        entry = self.counts.setdefault(key, CallCount(key[0], first=number))
         entry.calls += 1
         entry.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(arguments))
         if len(entry.seconds) < MAX_TIMED:

@@ -9,6 +9,7 @@ else            forward
 
 from __future__ import annotations
 
+import atexit
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,37 +17,16 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from hvd_trainer.measure.listener import End, Listener, Step
+from hvd_trainer.measure.script_facts import batch_size, digest, facts_of
 from hvd_trainer.utils.import_hooks import ImportHooks
+from hvd_trainer.utils.tensors import parameters_of
 
 FORWARD = "forward"
-
-
-class ScriptListener:
-    """Is told what a script does; does nothing."""
-
-    def stop(self) -> None:
-        """Record nothing from now on: a Trainer has begun in the script, and tells its steps itself."""
-
-    def on_start(self, optimizer: Optimizer) -> None:
-        """Take note of the first optimizer step, at its end."""
-
-    def on_phase(self, phase: str) -> None:
-        """Take note that another phase of `observe.phases.PARTS` begins."""
-
-    def on_batch(self, batch: Any, loader: object) -> None:
-        """Take note of a batch that an iterator of a `DataLoader` returns to the script."""
-
-    def on_backward(self, loss: Any) -> None:
-        """Take note that a backward pass begins, from a tensor or a sequence of tensors."""
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Take note that an optimizer is about to update its parameters."""
-
-    def on_step_end(self, optimizer: Optimizer) -> None:
-        """Take note that an optimizer has updated its parameters."""
 
 
 class ScriptEvents:
@@ -56,12 +36,16 @@ class ScriptEvents:
     before the training begins.
     """
 
-    def __init__(self, *listeners: ScriptListener) -> None:
-        self._listeners: tuple[ScriptListener, ...] = listeners
+    def __init__(self, *listeners: Listener) -> None:
+        self._listeners: tuple[Listener, ...] = listeners
         self._depth = 0
         self._phases = [FORWARD]
-        self._has_gradients, self._has_started = False, False
-        self._is_fetching = False
+        self._has_gradients, self._is_fetching = False, False
+        self._fetched, self._samples = 0, 0
+        self._loss: Tensor | None = None
+        self._parameters: list[Tensor] = []
+        self._facts: dict[str, Any] = {}
+        self._sees_exchange = False
         self._undo = ExitStack()
 
     def install(self) -> None:
@@ -77,9 +61,7 @@ class ScriptEvents:
 
         @functools.wraps(backward)
         def observed_backward(*args: Any, **kwargs: Any) -> None:
-            self._has_gradients = True
-            for listener in self._listeners:
-                listener.on_backward(args[0] if args else kwargs["tensors"])
+            self._before_backward(args[0] if args else kwargs["tensors"])
             with self._phase("backward"):
                 backward(*args, **kwargs)
 
@@ -99,9 +81,20 @@ class ScriptEvents:
     def uninstall(self) -> None:
         """Remove the hooks, and stop the listeners."""
         self._undo.close()
+        self._stop()
+        self._listeners = ()
+
+    def _stop(self) -> None:
         for listener in self._listeners:
             listener.stop()
-        self._listeners = ()
+
+    def _end(self) -> None:
+        self._stop()
+        # DistributedDataParallel waits within the backward pass.
+        facts = self._facts | {"sees_exchange": self._sees_exchange}
+        end = End(facts, {}, digest(self._parameters))
+        for listener in self._listeners:
+            listener.on_end(end)
 
     def _replace(self, holder: Any, name: str, function: Any) -> None:
         self._undo.callback(setattr, holder, name, getattr(holder, name))
@@ -116,9 +109,19 @@ class ScriptEvents:
                 batch = fetch(iterator)
         finally:
             self._is_fetching = False
+        self._fetched = batch_size(batch)
         for listener in self._listeners:
             listener.on_batch(batch, iterator)
         return batch
+
+    def _before_backward(self, loss: Any) -> None:
+        self._has_gradients = True
+        # A batch that is not trained on, such as one of an evaluation, does not count.
+        self._samples += self._fetched
+        self._fetched = 0
+        self._loss = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
+        for listener in self._listeners:
+            listener.on_backward(loss)
 
     def _observe_accelerate(self, module: ModuleType) -> None:
         """See the batches that Accelerate's loaders return: they fetch one ahead."""
@@ -156,6 +159,7 @@ class ScriptEvents:
 
     def _enter(self, phase: str) -> None:
         self._phases.append(phase)
+        self._sees_exchange |= phase == "reduce"
         for listener in self._listeners:
             listener.on_phase(phase)
 
@@ -197,9 +201,18 @@ class ScriptEvents:
         if not self._has_gradients:
             return
         self._has_gradients = False
-        if not self._has_started:
-            self._has_started = True
-            for listener in self._listeners:
-                listener.on_start(optimizer)
+        if not self._parameters:
+            self._start(optimizer)
+        losses = () if self._loss is None else (self._loss,)
+        step = Step(self._samples, float(optimizer.param_groups[0]["lr"]), losses)
+        self._loss, self._samples = None, 0
         for listener in self._listeners:
-            listener.on_step_end(optimizer)
+            listener.on_step_end(step)
+
+    def _start(self, optimizer: Optimizer) -> None:
+        self._parameters, self._facts = list(parameters_of(optimizer)), facts_of(optimizer)
+        for listener in self._listeners:
+            listener.on_start(self._parameters[0].device, on_trainer=False)
+        # Now, so that it is called before what the script's own libraries do at the end, which may fail.
+        atexit.register(self._end)
+        self._undo.callback(atexit.unregister, self._end)

@@ -16,11 +16,9 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
-from msgspec import UNSET, Meta, Struct, UnsetType
 
 from hvd_trainer.measure.steps import FOLDER
 from hvd_trainer.observe.phases import PARTS, REDUCE, exchange_s
@@ -31,58 +29,10 @@ EXCHANGE_PARTS = ("exchange", "straggler")
 """Parts that are not seen of a script with DistributedDataParallel: they fall into its backward pass."""
 RANKS_DIFFER = "ranks differ"
 """Stands for the checksum of final weights that are not the same on all ranks."""
-SPEEDS = ("step_s", "step_p50_s", "step_p95_s", "samples_per_s", "tokens_per_s")
-LISTS = ("computing_s", "percentiles_s")
-MAX_CURVE_POINTS = 200
-"""Points of a curve."""
-MAX_STEPS = 10_000_000
-"""Steps of a run whose figures are read from a file."""
-RESULTS = (
-    "train_loss",
-    "last_loss",
-    "test_loss",
-    "train_accuracy",
-    "test_accuracy",
-    "peak_memory_mb",
-)
+LOSS_PARTS = 200
+"""Of the steps with a loss, the last one of so many parts gives the loss at the end."""
 
-Positive = Annotated[float, Meta(gt=0)]
 Steps = Mapping[str, Any]
-
-
-class Work(Struct):
-    """What `read_figures` says of a run's work, as far as it is computed with."""
-
-    steps: Annotated[int, Meta(ge=0, le=MAX_STEPS)]
-    rates: list[tuple[float, int]]
-    """learning rates, each with the number of its steps"""
-    samples: int | UnsetType = UNSET
-    global_batch_size: Positive | UnsetType = UNSET
-
-    def __post_init__(self) -> None:
-        if sum(count for _, count in self.rates) != self.steps:
-            raise ValueError("as many rates as steps are needed")
-
-
-SCRIPT_PARTS = tuple(name for name in STEP_PARTS if name not in EXCHANGE_PARTS)
-Parts = msgspec.defstruct(
-    "Parts",
-    [*((name, float) for name in SCRIPT_PARTS), *((name, float | UnsetType, UNSET) for name in EXCHANGE_PARTS)],
-)
-Figures = msgspec.defstruct(
-    "Figures",
-    [
-        ("work", Work),
-        ("first_step_at", float),
-        ("parts", Parts | UnsetType, UNSET),
-        *((name, float | UnsetType, UNSET) for name in (*RESULTS, "bubble")),
-        *((name, Positive | UnsetType, UNSET) for name in SPEEDS),
-        *((name, list[float] | UnsetType, UNSET) for name in LISTS),
-        ("curve", list[tuple[float, float]] | UnsetType, UNSET),
-        ("weights", str | None, None),
-    ],
-)
-"""The types of the figures of a run."""
 
 
 def read_steps(log: Path) -> list[Steps]:
@@ -111,16 +61,13 @@ def read_figures(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | N
         everyone = read_steps(log)
         if len(everyone) != ranks:
             return None
-        facts = [json.loads(str(rank["facts"])) for rank in everyone]
         results = [json.loads(str(rank["results"])) for rank in everyone]
-        work = dict(facts[0])
+        work = json.loads(str(everyone[0]["facts"]))
         on_trainer, sees_exchange = work["on_trainer"], work.pop("sees_exchange")
         in_parts, length = work.pop("in_parts", False), work.pop("sequence_length", None)
         # The Trainer counts those of all ranks; of a script each rank has its own, and none without a DataLoader.
         samples = everyone[0]["samples"] if on_trainer else sum(rank["samples"] for rank in everyone)
-        everyone = [{name: rank[name] for name in rank if name != "samples"} for rank in everyone]
         if samples.all():
-            everyone = [{**rank, "samples": samples} for rank in everyone]
             work["samples"] = int(samples.sum())
             work.setdefault("global_batch_size", int(samples.max()))
         rates = [[rate, len(list(same))] for rate, same in itertools.groupby(everyone[0]["lr"].tolist())]
@@ -129,16 +76,15 @@ def read_figures(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | N
             "rates": rates,
             "skipped_steps": int(everyone[0]["skipped"].sum()),
         }
-        losses = curve(everyone)
+        loss = last_loss(everyone)
         figures = {
             "work": work,
-            "curve": losses,
             "first_step_at": max(float(rank["first_step_at"]) for rank in everyone),
             "weights": _weights(everyone, in_parts=in_parts),
-            **({"last_loss": losses[-1][1]} if losses else {}),
+            **({} if loss is None else {"last_loss": loss}),
             **results[0],
             "peak_memory_mb": max(its["peak_memory_mb"] for its in results),
-            **speed(everyone, warmup_steps),
+            **speed(everyone, samples, warmup_steps),
         }
         if not sees_exchange:  # DistributedDataParallel waits within the backward pass
             for part in (figures, figures.get("typical", {})):
@@ -160,35 +106,26 @@ def _weights(ranks: Sequence[Steps], *, in_parts: bool) -> str:
     return digests[0] if len(set(digests)) == 1 else RANKS_DIFFER
 
 
-def are_figures(figures: Mapping[str, Any]) -> bool:
-    """Return whether figures from a file, which may hold anything, are like those of a run."""
-    try:
-        msgspec.convert(figures, Figures)
-    except msgspec.ValidationError:
-        return False
-    return True
+def speed(ranks: Sequence[Steps], samples: Any, warmup_steps: int) -> dict[str, Any]:
+    """Return speed and parts of the steps after the warm-up, in seconds; empty if there are none.
 
-
-def speed(ranks: Sequence[Steps], warmup_steps: int) -> dict[str, Any]:
-    """Return speed and parts of the steps after the warm-up, in seconds; empty if there are none."""
+    Args:
+        ranks: their recorded steps.
+        samples: of each step, of all ranks; 0 where they are not seen.
+        warmup_steps: that do not count.
+    """
     seconds = np.stack([rank["seconds"] for rank in ranks])[:, warmup_steps:]  # (ranks, steps, parts)
     if seconds.shape[1] == 0:
         return {}
     steps = seconds.sum(axis=2).mean(axis=0)
     low, high = np.percentile(steps, (25, 75))
-    rate = {}
-    if "samples" in ranks[0]:
-        rate["samples_per_s"] = float(ranks[0]["samples"][warmup_steps:].sum() / steps.sum())
-    if "busy_s" in ranks[0]:
-        busy = sum(float(rank["busy_s"][warmup_steps:].sum()) for rank in ranks)
-        rate["bubble"] = 1 - busy / float(seconds.sum())
+    rate = {"samples_per_s": float(samples[warmup_steps:].sum() / steps.sum())} if samples.all() else {}
     return {
         **rate,
         **times(seconds),
         "step_p50_s": float(np.percentile(steps, 50)),
         "step_p95_s": float(np.percentile(steps, 95)),
         "counted_steps": len(steps),
-        "percentiles_s": [float(value) for value in np.percentile(steps, range(0, 101, 2))],
         # The middle half of the steps leaves out what happens now and then, such as other programs' time slices.
         "typical": times(seconds[:, (low <= steps) & (steps <= high)]),
     }
@@ -212,16 +149,12 @@ def times(seconds: Any) -> dict[str, Any]:
     }
 
 
-def curve(ranks: Sequence[Steps]) -> list[list[float]]:
-    """Return pairs of step and training loss, averaged over the ranks that have one and over a few steps."""
+def last_loss(ranks: Sequence[Steps]) -> float | None:
+    """Return the training loss at the end: the mean of the ranks that have one, and of the last steps of many.
+
+    None if no rank has any.
+    """
     losses = np.stack([rank["loss"] for rank in ranks])
-    known = ~np.isnan(losses).all(axis=0)
-    steps, losses = ranks[0]["step"][known], losses[:, known]
-    if losses.size == 0:
-        return []
-    means = np.nanmean(losses, axis=0)
-    groups = min(MAX_CURVE_POINTS, len(means))
-    return [
-        [float(steps[piece].mean()), float(means[piece].mean())]
-        for piece in np.array_split(np.arange(len(means)), groups)
-    ]
+    losses = losses[:, ~np.isnan(losses).all(axis=0)]
+    count = max(1, losses.shape[1] // LOSS_PARTS)
+    return float(np.nanmean(losses[:, -count:], axis=0).mean()) if losses.size else None

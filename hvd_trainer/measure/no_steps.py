@@ -6,9 +6,10 @@ import atexit
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim.optimizer import Optimizer
 
-from hvd_trainer.measure.events import ScriptListener
+from hvd_trainer.measure.listener import Listener
 from hvd_trainer.measure.message import NO_STEPS
 
 BY_HAND = (
@@ -20,7 +21,7 @@ NO_BACKWARD = (
 NOTHING = "neither a backward() nor a step() was seen in its process: is it asked to train, and in this process?"
 
 
-class NoSteps(ScriptListener):
+class NoSteps(Listener):
     """Writes at the script's end why none of its steps counts, if none does."""
 
     def __init__(self, log: Path) -> None:
@@ -36,7 +37,7 @@ class NoSteps(ScriptListener):
         if self._reason == NOTHING:
             self._reason = NO_BACKWARD
 
-    def on_start(self, optimizer: Optimizer) -> None:
+    def on_start(self, device: torch.device, *, on_trainer: bool) -> None:
         self.stop()
 
     def stop(self) -> None:

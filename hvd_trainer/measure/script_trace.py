@@ -17,21 +17,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from hvd_trainer.measure.events import ScriptListener
-from hvd_trainer.measure.trace_format import ModelParts, TraceWriter, sample_checksums, stride, write_facts
-from hvd_trainer.utils import accelerator
+from hvd_trainer.measure.listener import Listener, Step
+from hvd_trainer.measure.script_facts import facts_of
+from hvd_trainer.measure.trace_format import ModelParts, TraceWriter, sample_checksums
 from hvd_trainer.utils.tensors import parameters_of
 
 WRAPPERS = re.compile(r"^((module|_forward_module|_original_module|_orig_mod)\.)+")
 """Prefixes that DDP, Fabric and torch.compile add to the names of parameters."""
 
 
-class ScriptTrace(ScriptListener):
+class ScriptTrace(Listener):
     """Writes what this rank computes in the first optimizer steps of a script; rank 0 writes run.json as well."""
 
     def __init__(self, log: Path, rank: int, size: int, steps: int) -> None:
-        self._log, self._rank, self._size, self._steps = log, rank, size, steps
-        self._writer: TraceWriter | None = None
+        self._size, self._steps = size, steps
+        self._writer = TraceWriter(log, rank, size, steps)
         self._models: list[tuple[str, nn.Module]] = []
         self._at_start: dict[str, dict[str, Tensor]] = {}
         self._loader: weakref.ref[object] | None = None
@@ -57,18 +57,20 @@ class ScriptTrace(ScriptListener):
             self._losses.append(float(loss.detach()))
 
     def before_step(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
         if self._step == 0:
             self._models = _models_of(optimizer)
             # Not the buffers, which the forward pass before has changed.
             state = self._parts(optimizer).state(optimizer)
             self._at_start = {kind: its for kind, its in state.items() if kind != "buffers"}
 
-    def on_step_end(self, optimizer: Optimizer) -> None:
+    def on_step_end(self, step: Step) -> None:
         if self._step == self._steps:
             return
+        optimizer = self._optimizer
         parts = self._parts(optimizer)
-        if self._writer is None:
-            self._writer = self._begin(parts, optimizer)
+        if self._step == 0:
+            self._begin(parts, optimizer)
         self._step += 1
         # The update has left the gradients as they are. Before, those of a closure were not there yet.
         gradients = parts.gradients()
@@ -84,24 +86,14 @@ class ScriptTrace(ScriptListener):
         self._writer.write("step", self._step, figures, gradients=gradients, **parts.state(optimizer))
         self._used, self._losses = [], []
 
-    def _begin(self, parts: ModelParts, optimizer: Optimizer) -> TraceWriter:
-        tensors = [*parts.parameters.values(), *parts.buffers.values()]
-        kept = stride(tensors, (self._steps + 1) * self._size)
-        writer = TraceWriter(self._log, self._rank, kept)
-        place = {"rank": self._rank, "size": self._size, "copy": self._rank, "copies": self._size, "stride": kept}
-        writer.write("start", 0, {**place, **parts.describe(optimizer)}, **self._at_start)
-        if self._rank == 0:
-            device = tensors[0].device
-            facts = {
-                "world_size": self._size,
-                "device": "cpu" if accelerator.is_host(device) else accelerator.name(device),
-                "threads": torch.get_num_threads(),
-                "optimizer": type(optimizer).__name__,
-                "parameters": sum(tensor.numel() for tensor in parts.parameters.values()),
-                "exchanged_by": self._exchanged_by(optimizer),
-            }
-            write_facts(self._log, facts)
-        return writer
+    def _begin(self, parts: ModelParts, optimizer: Optimizer) -> None:
+        facts = facts_of(optimizer) | {
+            "world_size": self._size,  # of the launcher, as many as there are traces
+            "parameters": sum(tensor.numel() for tensor in parts.parameters.values()),
+            "optimizer": type(optimizer).__name__,
+            "exchanged_by": self._exchanged_by(optimizer),
+        }
+        self._writer.begin(0, parts, optimizer, self._at_start, facts)
 
     def _exchanged_by(self, optimizer: Optimizer) -> str | None:
         """Return what averages the gradients; None if it is neither of the usual ones."""

@@ -80,10 +80,10 @@ class CallCount(Struct):
     """The calls of a collective from one place of the user's code."""
 
     function: str
-    frame: int
+    frame: int = -1
     """number of the record's frame"""
-    calls: int
-    bytes: int
+    calls: int = 0
+    bytes: int = 0
     first: int = 0
     """the number of the first one, from 0: those of the warm-up do not count"""
     seconds: list[float] = []

@@ -27,12 +27,13 @@ import psutil
 import torch
 
 from hvd_trainer.measure.collective_calls import CollectiveCalls
+from hvd_trainer.measure.listener import Listener, Step
 from hvd_trainer.measure.loader_starts import LoaderWatch
 from hvd_trainer.measure.stack_record import (
+    AFTER_STEP,
     FOLDER,
     MAIN,
     WORKER,
-    CallCount,
     Place,
     Record,
     StackCount,
@@ -110,20 +111,17 @@ def sampler(log: Path, rank: int) -> StackSampler:
     return made
 
 
-class StackSampler:
+class StackSampler(Listener):
     """Counts the stacks of this process's main thread, and of other threads of Python that use the CPU.
 
     Attributes:
-        phase: what the main thread is doing; set by its user.
-        device: where the rank computes; set by its user.
-        elements: of the inputs of all batches; added by its user.
+        phase: what the main thread is doing.
     """
 
     def __init__(self, file: Path, write_every_s: float = WRITE_EVERY_S) -> None:
         self._file, self._write_every_s = file, write_every_s
         self.phase = "start"
-        self.device = torch.device("cpu")
-        self.elements = 0
+        self._elements = 0
         self._is_stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._calls, self._loaders = CollectiveCalls(), LoaderWatch()
@@ -139,7 +137,7 @@ class StackSampler:
         self._loaders.clear()
         self._queued = self._queued_of_others()
         self._began = time.perf_counter()
-        self._elements_before = self.elements
+        self._elements_before = self._elements
 
     def install(self) -> None:
         """See what happens from now on: collectives, the start of loader processes, and the stacks of these."""
@@ -153,15 +151,11 @@ class StackSampler:
         file = self._file.with_name(f"{self._file.stem}.worker-{os.getpid()}.json")
         worker = StackSampler(file, WRITE_WORKER_EVERY_S)
         worker.phase = WORKER
-        worker.start()
+        worker.on_start(torch.device("cpu"), on_trainer=False)
 
-    def start(self, *, on_trainer: bool = False) -> None:
-        """Begin to sample, also after `stop`: what was counted before is forgotten.
-
-        Args:
-            on_trainer: whether it is a `Trainer` that trains.
-        """
-        self._on_trainer = on_trainer
+    def on_start(self, device: torch.device, *, on_trainer: bool) -> None:
+        """Begin to sample, also after `stop`: what was counted before is forgotten."""
+        self._on_trainer, self._uses_gpu = on_trainer, not accelerator.is_host(device)
         # Not in the other thread, where it would be beside steps that count.
         self._switches = SwitchReader()
         self._switches.find()
@@ -172,8 +166,15 @@ class StackSampler:
         self._clear()
         self._thread.start()
 
-    def end_step(self) -> None:
-        """Count a step."""
+    def on_phase(self, phase: str) -> None:
+        self.phase = phase
+
+    def on_batch(self, batch: Any, loader: object) -> None:
+        self._elements += count_elements(batch)
+
+    def on_step_end(self, step: Step) -> None:
+        if not self._on_trainer:
+            self.phase = AFTER_STEP
         self._ends.append(time.perf_counter())
 
     def stop(self) -> None:
@@ -269,21 +270,17 @@ class StackSampler:
         numbers: dict[Place, int] = {}
         for (_, _, places), count in self._counts.items():
             count.frames = [numbers.setdefault(place, len(numbers)) for place in places]
-        # A copy: the main thread may call meanwhile.
-        calls = [
-            CallCount(
-                name, numbers.setdefault(place, len(numbers)), it.calls, it.bytes, it.first, list(it.seconds)
-            )
-            for (name, place), it in list(self._calls.counts.items())
-        ]
+        calls = self._calls.counts.copy()  # the main thread may call meanwhile
+        for (_, place), call in calls.items():
+            call.frame = numbers.setdefault(place, len(numbers))
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return Record(
             on_trainer=self._on_trainer,
-            uses_gpu=not accelerator.is_host(self.device),
+            uses_gpu=self._uses_gpu,
             blocks=self._blocks,
             seconds=time.perf_counter() - self._began,
             durations=self._durations,
-            elements=self.elements - self._elements_before,
+            elements=self._elements - self._elements_before,
             cpu_s=usage.ru_utime + usage.ru_stime - self._usage.ru_utime - self._usage.ru_stime,
             children_s=_children_s() - self._children_s,
             machine_s=machine_s() - self._machine_s,
@@ -293,7 +290,7 @@ class StackSampler:
             queued_s=self._queued_of_others() - self._queued,
             frames=[describe_frame(*place) for place in numbers],
             stacks=list(self._counts.values()),
-            calls=calls,
+            calls=list(calls.values()),
             starts=self._loaders.starts,
             switches=self._switches.read(),
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import zip_longest
@@ -92,22 +92,58 @@ class ModelParts:
 
 
 class TraceWriter:
-    """Writes the trace of one rank, over an earlier one.
+    """Writes the trace of one rank.
 
     Args:
         log: the log folder, on this rank's node.
-        stride: of large tensors every so many elements one is kept.
-
-    Raises:
-        OSError: the folder cannot be written to.
+        rank, size: of this process, and of all.
+        steps: that are traced.
     """
 
-    def __init__(self, log: Path, rank: int, stride: int) -> None:
-        self._folder = log / FOLDER / f"rank-{rank}"
-        self._stride = stride
+    def __init__(self, log: Path, rank: int, size: int, steps: int) -> None:
+        self._log, self._folder = log, log / FOLDER / f"rank-{rank}"
+        self._rank, self._size, self._steps = rank, size, steps
+        self._stride = 1
+
+    def begin(
+        self,
+        step: int,
+        parts: ModelParts,
+        optimizer: Optimizer,
+        state: Mapping[str, Tensors],
+        facts: Mapping[str, Any],
+        group: Sequence[int] | None = None,
+    ) -> None:
+        """Begin a trace, over an earlier one.
+
+        Args:
+            step: steps done before.
+            parts: of the model.
+            optimizer: that updates it.
+            state: of both before the first step.
+            facts: of what is traced.
+            group: the ranks with the same part of the model; None: all.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         self._folder.with_suffix(".jsonl").write_text("")
+        self._stride = stride(
+            [*parts.parameters.values(), *parts.buffers.values()], (self._steps + 1) * self._size
+        )
+        group = range(self._size) if group is None else group
+        place = {
+            "rank": self._rank,
+            "size": self._size,
+            "copy": group.index(self._rank),  # of the model
+            "copies": len(group),
+            "stride": self._stride,
+        }
+        self.write("start", step, {**place, **parts.describe(optimizer)}, **state)
+        if self._rank == 0:
+            (self._log / FACTS).write_text(json.dumps(facts, indent=1, default=str) + "\n")
 
     def write(self, event: str, step: int, figures: Mapping[str, Any], **kinds: Tensors) -> None:
         """Write a moment: its figures as a line, with the checksums of its tensors, and a file of their values."""
@@ -125,11 +161,6 @@ class TraceWriter:
         # Closed after each line, so that a run that fails leaves whole lines.
         with self._folder.with_suffix(".jsonl").open("a") as lines:
             lines.write(json.dumps({"event": event, "step": step, **figures, "checksums": checksums}) + "\n")
-
-
-def write_facts(log: Path, facts: Mapping[str, Any]) -> None:
-    """Write what was traced, for rank 0."""
-    (log / FACTS).write_text(json.dumps(facts, indent=1, default=str) + "\n")
 
 
 def draws(module: nn.Module) -> bool:

@@ -1,11 +1,10 @@
-"""Measure a job on the Trainer in one of its ranks: the options that a message changes, and its listeners."""
+"""Measure a job on the Trainer in one of its ranks: the options that a message changes, and what is recorded."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.parser import flatten, with_values
 from hvd_trainer.data import Batch
 from hvd_trainer.errors import OptionError
-from hvd_trainer.measure.after_steps import hold
+from hvd_trainer.measure.listener import End, Listener, Step
 from hvd_trainer.measure.message import BACKEND, Message
-from hvd_trainer.measure.script_steps import digest
-from hvd_trainer.measure.stacks import count_elements, sampler
-from hvd_trainer.measure.steps import recorder
+from hvd_trainer.measure.recorders import recorders
+from hvd_trainer.measure.script_facts import digest
 from hvd_trainer.measure.trainer_trace import TrainerTrace
 from hvd_trainer.observe.callback import Observer, RunView
 from hvd_trainer.observe.summary import facts
@@ -27,7 +25,7 @@ AFRESH = {"resume": "none", "save_every_epochs": None, "save_every_steps": None,
 """Options with which a job begins at its first step, and no step has the time of a save."""
 ENDLESS = {"epochs": 1_000_000, "until": None}
 """Options with which a job trains until its last step, however much data it has."""
-RESULTS = ("train_loss", "test_loss", "train_accuracy", "test_accuracy")
+RESULTS = ("train_loss", "test_loss", "train_accuracy", "test_accuracy", "bubble")
 """Figures of an epoch that are results of the run."""
 
 
@@ -66,108 +64,59 @@ def obey(message: Message, options: TrainerOptions) -> TrainerOptions:
     return with_values(options, {**changes, **message.options})
 
 
-def observers(message: Message, rank: int) -> Iterator[Observer]:
+def observers(message: Message, rank: int, size: int) -> Iterator[Observer]:
     """Yield the observers that record what the message asks for."""
-    log = Path(message.log_dir)
-    yield TrainerSteps(log, rank)
-    if message.sample_stacks:
-        yield TrainerStacks(log, rank)
+    yield TrainerEvents(*recorders(message, rank))
     if message.trace_steps is not None:
-        yield TrainerTrace(log, rank, message.trace_steps)
-    if message.hold is not None and message.hold[0] == rank:
-        yield Hold(log, message.hold[1])
+        yield TrainerTrace(Path(message.log_dir), rank, size, message.trace_steps)
 
 
-class TrainerSteps(Observer):
-    """Tells the recorder of steps what the training loop does."""
+class TrainerEvents(Observer):
+    """Calls listeners for what the training loop does."""
 
-    def __init__(self, log: Path, rank: int) -> None:
-        self._recorder = recorder(log, rank)
-        self._samples, self._busy_s = 0, 0.0
+    def __init__(self, *listeners: Listener) -> None:
+        self._listeners = listeners
+        self._samples = 0
         self._results: dict[str, Any] = {}
 
     @contextmanager
     def around_training(self, run: RunView) -> Iterator[None]:
-        """Record each step while the context is open, and write all of them on exit.
-
-        Raises:
-            OSError: the folder cannot be written to.
-        """
-        listeners = run.backend.activity.listeners
+        """Tell the listeners what happens while the context is open."""
+        activity = run.backend.activity.listeners
         self._samples = run.progress.samples
-        self._recorder.begin(run.device)
-        listeners.append(self._recorder.enter)
+        for listener in self._listeners:
+            listener.on_start(run.device, on_trainer=True)
+            activity.append(listener.on_phase)
         try:
             yield
         finally:
-            listeners.remove(self._recorder.enter)
-        self._recorder.write(
-            facts={
-                **facts(run),
-                "on_trainer": True,
-                "sees_exchange": True,
-                "in_parts": run.options.parallel.is_staged or run.options.parallel.shard != "none",
-                "sequence_length": flatten(run.options).get("sequence_length"),
-            },
-            results=self._results,
-            weights=digest(parameter for parameter in run.model.parameters() if not parameter.is_meta),
-        )
-
-    def on_step_end(self, run: RunView, result: StepResult) -> None:
-        busy = run.busy_s
-        self._recorder.end_step(
-            samples=run.progress.samples - self._samples,
-            lr=run.rate.last,
-            losses=result.losses,
-            skipped=result.skipped,
-            busy_s=None if busy is None else busy - self._busy_s,
-        )
-        self._samples, self._busy_s = run.progress.samples, busy or 0.0
-
-    def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
-        self._recorder.end_epoch()
-        self._busy_s = 0.0
-        self._results = {name: record[name] for name in RESULTS if name in record}
-
-
-class TrainerStacks(Observer):
-    """Samples the stacks of a rank while the training loop runs."""
-
-    def __init__(self, log: Path, rank: int) -> None:
-        self._sampler = sampler(log, rank)
-
-    @contextmanager
-    def around_training(self, run: RunView) -> Iterator[None]:
-        """Sample while the context is open, and write the counts on exit."""
-        listeners = run.backend.activity.listeners
-        listeners.append(self._enter)
-        self._sampler.device = run.device
-        self._sampler.start(on_trainer=True)
-        try:
-            yield
-        finally:
-            listeners.remove(self._enter)
-            self._sampler.stop()
-
-    def _enter(self, phase: str) -> None:
-        self._sampler.phase = phase
+            for listener in self._listeners:
+                activity.remove(listener.on_phase)
+                listener.stop()
+        work = {
+            **facts(run),
+            "on_trainer": True,
+            "sees_exchange": True,
+            "in_parts": run.options.parallel.is_staged or run.options.parallel.shard != "none",
+            "sequence_length": flatten(run.options).get("sequence_length"),
+        }
+        weights = digest(parameter for parameter in run.model.parameters() if not parameter.is_meta)
+        for listener in self._listeners:
+            listener.on_end(End(work, self._results, weights))
 
     def on_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
-            self._sampler.elements += count_elements(batch)
+            for listener in self._listeners:
+                listener.on_batch(batch, batches)
             yield batch
 
     def on_step_end(self, run: RunView, result: StepResult) -> None:
-        self._sampler.end_step()
+        step = Step(run.progress.samples - self._samples, run.rate.last, result.losses, result.skipped)
+        self._samples = run.progress.samples
+        for listener in self._listeners:
+            listener.on_step_end(step)
 
-
-class Hold(Observer):
-    """Holds this rank at the end of a step, so that a tool can kill it there."""
-
-    def __init__(self, log: Path, steps: int) -> None:
-        self._left, self._hold = steps, partial(hold, log)
-
-    def on_step_end(self, run: RunView, result: StepResult) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self._hold()
+    def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
+        for listener in self._listeners:
+            listener.on_epoch_end()
+        self._results = {name: record[name] for name in RESULTS if name in record}

@@ -13,14 +13,7 @@ from torch import Tensor
 from hvd_trainer.backends import StepResult
 from hvd_trainer.config.parser import flatten
 from hvd_trainer.data import Batch
-from hvd_trainer.measure.trace_format import (
-    ModelParts,
-    TraceWriter,
-    host_copies,
-    sample_checksums,
-    stride,
-    write_facts,
-)
+from hvd_trainer.measure.trace_format import ModelParts, TraceWriter, host_copies, sample_checksums
 from hvd_trainer.observe.callback import Observer, RunView
 from hvd_trainer.observe.summary import facts
 
@@ -34,11 +27,9 @@ class TrainerTrace(Observer):
 
     needs_norm = True
 
-    def __init__(self, log: Path, rank: int, steps: int) -> None:
-        self._steps = steps
-        self._log, self._rank = log, rank
-        self._writer: TraceWriter | None = None
-        self._first = 0
+    def __init__(self, log: Path, rank: int, size: int, steps: int) -> None:
+        self._steps, self._first = steps, 0
+        self._writer = TraceWriter(log, rank, size, steps)
         self._drawn: deque[list[str]] = deque()
         self._gradients: dict[str, Tensor] = {}
         self._rates: list[float] = []
@@ -53,21 +44,10 @@ class TrainerTrace(Observer):
             OSError: the folder cannot be written to.
         """
         self._first = run.progress.step
-        parts, group = ModelParts.of(run.model), run.backend.replica_group
-        kept = stride([*parts.parameters.values(), *parts.buffers.values()], (self._steps + 1) * run.world.size)
-        self._writer = TraceWriter(self._log, self._rank, kept)
+        parts, known = ModelParts.of(run.model), facts(run) | {"options": flatten(run.options)}
+        state = parts.state(run.optimizer)
+        self._writer.begin(self._first, parts, run.optimizer, state, known, run.backend.replica_group)
         hook = run.optimizer.register_step_pre_hook(lambda *_: self._copy_gradients(run))
-        place = {
-            "rank": self._rank,
-            "size": run.world.size,
-            "copy": group.index(self._rank),  # of the model
-            "copies": len(group),
-            "stride": kept,
-        }
-        start = {**place, **parts.describe(run.optimizer)}
-        self._writer.write("start", self._first, start, **parts.state(run.optimizer))
-        if run.world.is_first:
-            write_facts(self._log, facts(run) | {"options": flatten(run.options)})
         try:
             yield
         finally:
@@ -97,7 +77,6 @@ class TrainerTrace(Observer):
             "skipped": bool(result.skipped),
         }
         self._last = run.progress.step
-        assert self._writer is not None
         state = ModelParts.of(run.model).state(run.optimizer)
         self._writer.write("step", self._last, figures, gradients=self._gradients, **state)
         self._gradients, self._rates = {}, []
@@ -106,7 +85,6 @@ class TrainerTrace(Observer):
     def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
         if run.progress.step == self._last:
             figures = {name: value for name, value in record.items() if name.startswith("test_")}
-            assert self._writer is not None
             buffers = host_copies(run.model.named_buffers())
             self._writer.write("evaluation", self._last, {"figures": figures}, buffers=buffers)
 

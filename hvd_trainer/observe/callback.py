@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ class LearningRate(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RunView(ABC):
+class RunView:
     """A running training, as callbacks, the start-up summary, timers and the profiler see it."""
 
     options: TrainerOptions
@@ -72,11 +71,6 @@ class RunView(ABC):
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps in a whole epoch; None for a stream."""
         return self.plan.count_steps(self.train_loader.batches_per_epoch)
-
-    @property
-    @abstractmethod
-    def busy_s(self) -> float | None:
-        """Seconds in which this rank has computed since the epoch began; None unless it is a stage on a CPU."""
 
     def say(self, text: str) -> None:
         """Print a line once for the whole job, unless it is quiet."""

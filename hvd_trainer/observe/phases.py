@@ -10,7 +10,8 @@ between backward and reduce where the next batch is fetched while gradients are 
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,60 +51,42 @@ class Clock:
         accelerator.synchronize(self._device)
 
 
-class Mark(NamedTuple):
-    """The beginning of a phase."""
-
-    phase: str
-    mark: Any
-    """of the clock by which seconds are counted"""
-
-
 class Phases:
     """Takes the marks of some steps, one after the other."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._marks: list[Mark] = []
-        self._steps: list[tuple[int, int, int]] = []  # its number, and the marks at which it begins and ends
+        self._marks: list[tuple[str, Any]] = []  # phases, and the clock's marks at which they begin
+        self._steps: list[tuple[int, int]] = []  # the marks at which they begin and end
         self._first = 0
 
     def begin(self) -> None:
-        """Begin the first step."""
-        self.enter(PARTS[OTHER])
-
-    def enter(self, phase: str) -> None:
-        """Begin another phase of the step."""
-        self._marks.append(Mark(phase, self._clock.mark()))
-
-    def end_step(self, number: int) -> None:
-        """End a step, and begin the next one."""
-        self.enter(self._marks[-1].phase)
-        last = len(self._marks) - 1
-        self._steps.append((number, self._first, last))
-        self._first = last
-
-    def end_epoch(self) -> None:
-        """Assign the time since the last step to no step."""
+        """Begin a step. The time since the last one belongs to none, such as that between two epochs."""
         self.enter(PARTS[OTHER])
         self._first = len(self._marks) - 1
 
-    @property
-    def numbers(self) -> list[int]:
-        """Numbers of the steps that are done."""
-        return [number for number, _, _ in self._steps]
+    def enter(self, phase: str) -> None:
+        """Begin another phase of the step."""
+        self._marks.append((phase, self._clock.mark()))
 
-    def seconds(self) -> Any:
-        """Return the seconds of each part of each step, shape (steps, parts). The clock must have settled."""
+    def end_step(self) -> None:
+        """End a step, and begin the next one."""
+        self.enter(self._marks[-1][0])
+        last = len(self._marks) - 1
+        self._steps.append((self._first, last))
+        self._first = last
+
+    def take_seconds(self) -> Any:
+        """Return the seconds of each part of each step, shape (steps, parts), and forget the steps that are done.
+
+        The clock must have settled.
+        """
         table = np.zeros((len(self._steps), len(PARTS)))
-        for row, (_, first, last) in enumerate(self._steps):
-            for before, after in zip(self._marks[first:last], self._marks[first + 1 : last + 1], strict=True):
-                column = PARTS.index(before.phase) if before.phase in PARTS else OTHER
-                table[row, column] += self._clock.seconds(before.mark, after.mark)
-        return table
-
-    def forget(self) -> None:
-        """Forget the steps that are done; the running one continues."""
+        for row, (first, last) in enumerate(self._steps):
+            for (phase, start), (_, end) in pairwise(self._marks[first : last + 1]):
+                table[row, PARTS.index(phase) if phase in PARTS else OTHER] += self._clock.seconds(start, end)
         self._marks, self._steps, self._first = self._marks[self._first :], [], 0
+        return table
 
 
 def exchange_s(seconds: Any) -> Any:

@@ -57,6 +57,7 @@ class Profile(Observer):
         self._folder = Path(log_dir).expanduser() / FOLDER
         self._clock = Clock(backend.device)
         self._phases = Phases(self._clock)
+        self._numbers: list[int] = []  # of the profiled steps
         self._thread = threading.get_ident()
         self._phase: record_function | None = None
         self._done = -skip - 1  # profiled steps; below 0 before them
@@ -90,7 +91,8 @@ class Profile(Observer):
         activity.enter("callback")  # which may take as long as the start, and so may what the profiler does
         self._leave_phase()
         if self._done >= 0:
-            self._phases.end_step(run.progress.step)
+            self._phases.end_step()
+            self._numbers.append(run.progress.step)
         else:
             self._began_ns = time.time_ns()
         with _quietly():
@@ -106,7 +108,7 @@ class Profile(Observer):
 
     def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
         if self._done >= 0 and not self._over:
-            self._phases.end_epoch()
+            self._phases.begin()
 
     def _enter_phase(self, phase: str) -> None:
         self._phases.enter(phase)
@@ -149,12 +151,12 @@ class Profile(Observer):
         self._stop()
         self._clock.settle()
         clocks = compare_clocks(backend)
-        own = torch.from_numpy(self._phases.seconds()), self._began_ns - clocks[rank].by_ns
+        own = torch.from_numpy(self._phases.take_seconds()), self._began_ns - clocks[rank].by_ns
         recorded = backend.collectives.all_gather_object(own)
         origin_ns = min(began_ns for _, began_ns in recorded)
         events, trouble = self._write(rank, origin_ns, clocks[rank].by_ns)
         troubles = backend.collectives.all_gather_object(trouble)
-        lines = waiting_table(self._phases.numbers, np.stack([seconds.numpy() for seconds, _ in recorded]))
+        lines = waiting_table(self._numbers, np.stack([seconds.numpy() for seconds, _ in recorded]))
         lines += [f"rank {other} has no trace: {why}" for other, why in enumerate(troubles) if why]
         file = self._folder / JOINED
         try:

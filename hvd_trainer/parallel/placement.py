@@ -181,11 +181,6 @@ class ModelPlacement:
             everyone = gather_object(dict(owned), group)
         return None if everyone is None else {key: value for part in everyone for key, value in part.items()}
 
-    @property
-    def busy_s(self) -> float | None:
-        """How long this rank has computed in this epoch, in seconds; None unless it is a stage on a CPU."""
-        return None
-
     def figures(self, seconds: float) -> dict[str, float]:
         """Return further figures of an epoch's record. A collective."""
         return {}

@@ -165,18 +165,12 @@ class StagePlacement(ModelPlacement):
             return super()._gather_stages(owned)
         return None if self.place.replica > 0 else self._gather_on_first(owned, self._group)
 
-    @property
-    def busy_s(self) -> float | None:
-        # On a GPU the clock would only show how long Python takes to queue the work.
-        if not isinstance(self._pipeline, StagePipeline) or not accelerator.is_host(self._backend.device):
-            return None
-        return self._pipeline.busy_s
-
     def figures(self, seconds: float) -> dict[str, float]:
         """Return the fraction of their time in which stages waited, sent or received. A collective."""
-        if not isinstance(self._pipeline, StagePipeline) or self.busy_s is None:
+        # On a GPU the clock would only show how long Python takes to queue the work.
+        if not isinstance(self._pipeline, StagePipeline) or not accelerator.is_host(self._backend.device):
             return {}
-        busy, whole = self._backend.collectives.all_reduce(torch.tensor([self.busy_s, seconds])).tolist()
+        busy, whole = self._backend.collectives.all_reduce(torch.tensor([self._pipeline.busy_s, seconds])).tolist()
         self._pipeline.busy_s = 0.0
         return {"bubble": 1 - busy / whole}
 

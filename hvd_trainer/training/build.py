@@ -161,7 +161,7 @@ class _RunBuilder:
         if measure.profile_steps is not None and log_dir is not None:
             yield Profile(self._backend, log, log_dir, measure.profile_steps, measure.profile_skip)
         if self._message is not None:
-            yield from observers(self._message, self._backend.world.rank)
+            yield from observers(self._message, self._backend.world.rank, self._backend.world.size)
 
     def _build_loader(self, data: Any, *, shuffle: bool) -> Loader:
         train = self._options.train

@@ -66,10 +66,6 @@ class TrainingRun(RunView):
         self.resources.close()
 
     @property
-    def busy_s(self) -> float | None:
-        return self.placement.busy_s
-
-    @property
     def is_over(self) -> bool:
         """Whether nothing is left to train: by epochs, by steps or by the stop condition."""
         train, progress = self.options.train, self.progress

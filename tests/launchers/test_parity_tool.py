@@ -15,6 +15,7 @@ from combinations import case
 from launchers import QUICKEST, SCRIPTS, SUPPORT, launch, requires
 from torch import nn
 
+from hvd_trainer.measure.listener import Step
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.script_trace import ScriptTrace
 from hvd_trainer.tools.parity.causes import find_causes
@@ -226,7 +227,7 @@ def test_step_takes_the_batch_that_was_fetched_first(tmp_path: Path) -> None:
             loss.backward()
             trace.before_step(optimizer)
             optimizer.step()
-            trace.on_step_end(optimizer)
+            trace.on_step_end(Step(2, 0.1))
         written = read_trace("ddp", tmp_path / name)
         assert written is not None
         return written

@@ -20,9 +20,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hvd_trainer.measure.figures import read_steps
 from hvd_trainer.measure.leave_out import leave_out
+from hvd_trainer.measure.listener import End, Step
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.message import Message
-from hvd_trainer.measure.script_steps import ScriptSteps
+from hvd_trainer.measure.steps import StepRecorder
 from hvd_trainer.measure.trials import TrialRunner
 from hvd_trainer.observe.phases import PARTS, Clock
 
@@ -51,11 +52,10 @@ for epoch in range(3):
 
 def recorded(folder: Path) -> float:
     """Return the peak memory of one step, in MB, as it is recorded."""
-    times = ScriptSteps(folder, 0)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    times.on_start(optimizer)
-    times.on_step_end(optimizer)
-    times._write()
+    times = StepRecorder(folder, 0)
+    times.on_start(torch.device("cpu"), on_trainer=False)
+    times.on_step_end(Step(1, 1.0))
+    times.on_end(End({}, {}, ""))
     with np.load(folder / "steps" / "rank-0.npz") as found:
         return float(json.loads(str(found["results"]))["peak_memory_mb"])
 

@@ -66,12 +66,11 @@ def run_of(
     known = {
         "work": {**WORK, "global_batch_size": batch},
         "samples_per_s": rate,
-        **{"step_s": step_s, "step_p50_s": step_s, "step_p95_s": 1.2 * step_s, "percentiles_s": [step_s] * 51},
+        **{"step_s": step_s, "step_p50_s": step_s, "step_p95_s": 1.2 * step_s},
         "parts": {**dict.fromkeys(PARTS, 0.001), "exchange": step_s - 0.006},
         "first_step_at": 103.5,
         "train_loss": 0.5,
         "weights": "abc",
-        "curve": [[1, 2.0], [2, 1.0]],
     }
     return RunRecord(trial.identity, number, "done", 9.0, figures={**known, **figures}, began_at=100.0)
 

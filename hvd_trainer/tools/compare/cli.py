@@ -18,14 +18,13 @@ from typing import Any
 
 from hvd_trainer.measure.command import read_backends, read_command
 from hvd_trainer.measure.equal_work import Side, refuse_unequal
-from hvd_trainer.measure.figures import are_figures
 from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.measure.machine import Ran, busy_warning, conditions, describe_machine, threads_per_rank
 from hvd_trainer.measure.measured import describe_speed
 from hvd_trainer.measure.start import locked_folder
 from hvd_trainer.measure.trials import TrialRunner, read_runs
 from hvd_trainer.tools.compare import report, search_report
-from hvd_trainer.tools.compare.options import CompareOptions, check_together, read_ranks, read_search_ranks
+from hvd_trainer.tools.compare.options import CompareOptions, check_together, read_ranks
 from hvd_trainer.tools.compare.result import Comparison, side_of
 from hvd_trainer.tools.compare.settings_runner import SearchJob, search_all
 from hvd_trainer.tools.compare.trials import CompareTrial, make_trials, read_entries
@@ -65,7 +64,7 @@ def _compare(options: CompareOptions, job: tuple[str, ...], ran: Ran, typed: Seq
         except KeyboardInterrupt:
             interrupted = True
             print("interrupted: the same command continues from here", file=sys.stderr)
-        runs = read_runs(folder, are_figures)
+        runs = read_runs(folder)
         known = {"job": job, "machine": machine, "varied": axes, "options": typed, "ran": ran}
         comparison = Comparison.of(trials, runs, **known)
         if axes or any(result.state != "not run" for result in comparison.results):
@@ -77,7 +76,8 @@ def _compare(options: CompareOptions, job: tuple[str, ...], ran: Ran, typed: Seq
 
 def _search(options: CompareOptions, job: tuple[str, ...], ran: Ran) -> int:
     """Search the fastest settings on each engine, show them, and return the exit code."""
-    search_job, machine = SearchJob(job, read_search_ranks(options.np)), describe_machine()
+    (ranks,), machine = read_ranks(options.np or "2", only_one=True), describe_machine()
+    search_job = SearchJob(job, ranks)
     backends = read_backends(options.backend, ("horovod", "ddp"))
     with locked_folder(options.out) as folder:
         try:
@@ -115,7 +115,7 @@ def measure(trials: Sequence[CompareTrial], folder: Path, options: CompareOption
     Raises:
         OptionError: two runs have not done the same work, or one has no steps that count.
     """
-    runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=are_figures)
+    runner = TrialRunner(folder, limit_s=options.timeout_s)
     # What failed will fail again, and take as long to do so.
     to_do = runner.to_do(trials, options.rounds, retry_failed=options.retry_failed)
     planned = f"{plural(len(trials) * options.rounds, 'run')} in {plural(options.rounds, 'round')}"

@@ -58,7 +58,7 @@ class CompareOptions:
     least_gain: Annotated[float, Ge(0)] = 0.02
     """with --search: gains below this are not searched for, as a fraction"""
     lossy: bool = False
-    """with --search: also adopt what rounds the gradients: --compression"""
+    """with --search: also try what rounds the gradients: --compression"""
     out: Path = Path("runs/compare")
     """folder for the page, the tables and the runs; the same command again continues with what is there"""
     timeout_s: Annotated[float, Gt(0)] = 1800.0
@@ -89,25 +89,16 @@ def check_together(options: CompareOptions) -> None:
         raise OptionError("--vary changes options of the job, which a --baseline has not: leave one out")
 
 
-def read_ranks(text: str) -> list[int]:
+def read_ranks(text: str, *, only_one: bool = False) -> list[int]:
     """Return the numbers of ranks of `--np 1,2,4`, in order.
 
     Raises:
-        OptionError: one is no number above 0.
+        OptionError: one is no number above 0, or there are several for a search.
     """
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise OptionError(f"--np {text}: type numbers of ranks with commas between them, such as --np 1,2,4")
-    return sorted({int(word) for word in words})
-
-
-def read_search_ranks(text: str | None) -> int:
-    """Return the number of ranks of a search.
-
-    Raises:
-        OptionError: there are several.
-    """
-    numbers = read_ranks(text or "2")
-    if len(numbers) > 1:
+    numbers = sorted({int(word) for word in words})
+    if only_one and len(numbers) > 1:
         raise OptionError(f"--np {text}: --search takes one number of ranks, such as --np {numbers[-1]}")
-    return numbers[0]
+    return numbers

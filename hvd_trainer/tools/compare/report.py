@@ -48,7 +48,6 @@ TABLES: dict[str, Sequence[tuple[str, str, Callable[[Any], str]]]] = {
     "What came of it": (
         ("start-up, s", "startup_s", "{:.1f}".format),
         ("peak, MB", "peak_memory_mb", number),
-        ("before, MB", "base_memory_mb", number),
         ("train loss", "train_loss", "{:.6f}".format),
         ("last loss", "last_loss", "{:.6f}".format),
         ("to the first", "loss_to_first", lambda off: "same bits" if off == 0 else f"{off:+.1e}"),

@@ -150,7 +150,7 @@ class Comparison:
             **{
                 name: result.median(name) for name in ("step_s", "step_p50_s", "step_p95_s", *PART_TEXTS, "bubble")
             },
-            **{name: result.median(name) for name in ("startup_s", "peak_memory_mb", "base_memory_mb", *FIRST)},
+            **{name: result.median(name) for name in ("startup_s", "peak_memory_mb", *FIRST)},
             "loss_to_first": self.loss_to_first(result),
             "weights": result.weights,
         }

@@ -53,8 +53,6 @@ class SearchResult:
     """the options that certainly make the job faster"""
     gain: Ratio | None = None
     """the speed with them as a multiple of the unchanged job's, in runs of their own; None without settings"""
-    offers: dict[str, TriedChange] = field(default_factory=dict)
-    """changes that are faster but round the gradients, by the value of `--compression`"""
     tried: list[TriedChange] = field(default_factory=list)
     untried: dict[Group, str] = field(default_factory=dict)
     """groups that cannot gain enough, with the reason"""
@@ -77,7 +75,7 @@ class Search:
     least_gain: float
     """below which a gain is not worth a search, as a fraction"""
     lossy: bool
-    """whether gradients may be rounded"""
+    """whether gradients may be rounded, so that compression is tried"""
     noise: Noise = field(default_factory=Noise, init=False)
     result: SearchResult = field(default_factory=SearchResult, init=False)
 
@@ -88,10 +86,7 @@ class Search:
             OptionError: the unchanged job does not run.
         """
         for group in self._select_groups():
-            if group == "compression" and not self.lossy:
-                self._race_lossy()
-            else:
-                self._race_group(group)
+            self._race_group(group)
         self.result.noise = self.noise.deviation
         if self.result.settings:
             self._prove()
@@ -102,6 +97,8 @@ class Search:
 
         Threads come first, on which all else depends, compression last, and between them what has most to gain.
         """
+        if not self.lossy:
+            self.result.untried["compression"] = "it rounds the gradients: type --lossy to have it tried"
         if self.facts["world_size"] == 1:
             self.result.untried |= dict.fromkeys(("exchange", "compression"), "one rank exchanges nothing")
         if "uses_hvd" in self.facts:
@@ -153,7 +150,7 @@ class Search:
         decided: set[str] = set()
         while True:
             left = (change for change in self._changes(group) if change.option not in decided)
-            winner = self._race_changes([change for change in left if change.label not in hopeless], adopt=True)
+            winner = self._race_changes([change for change in left if change.label not in hopeless])
             if winner is None:
                 return
             self._say(f"adopted: {winner.label}")
@@ -161,20 +158,10 @@ class Search:
             hopeless |= {tried.label for tried in self.result.tried if tried.standing.verdict == "no faster"}
             decided.add(winner.option)
 
-    def _race_lossy(self) -> None:
-        """Measure the options that round gradients, and leave it to the user to adopt them."""
-        known = len(self.result.tried)
-        candidates = self._changes("compression")
-        self._race_changes(candidates, adopt=False)
-        values = {change.label: change.value for change in candidates}
-        self.result.offers = {
-            values[tried.label]: tried for tried in self.result.tried[known:] if tried.standing.verdict == "faster"
-        }
-
     def _changes(self, group: Group) -> list[Change]:
         return find_changes(group, self.backend, self.facts, self.result.settings, self.fixed)
 
-    def _race_changes(self, candidates: Sequence[Change], *, adopt: bool) -> Change | None:
+    def _race_changes(self, candidates: Sequence[Change]) -> Change | None:
         """Race changes, record the results of all, and return the winner."""
         if not candidates:
             return None
@@ -186,8 +173,7 @@ class Search:
         self.noise = race.known_noise()
         group = candidates[0].group
         self.result.tried += [
-            TriedChange(group, label, race.standing(label), adopted=adopt and label == race.winner)
-            for label in by_label
+            TriedChange(group, label, race.standing(label), adopted=label == race.winner) for label in by_label
         ]
         return None if race.winner is None else by_label[race.winner]
 

@@ -24,6 +24,7 @@ from hvd_trainer.utils.text import COMMAND, plural
 
 REORDERS = {"threads", "bucket_mb"}
 """Options that change the order of sums."""
+OUTCOMES = {"faster": "faster, but another was more so", "no faster": "no faster", "open": "not told from noise"}
 
 
 def write(
@@ -73,15 +74,10 @@ def write(
 
 def verdict(backend: str, result: SearchResult) -> Verdict:
     """Return the conclusion on one engine."""
-    offers = [
-        f"--compression {kind} would make it {tried.standing.speed:.2f} times as fast, but rounds the gradients: "
-        f"type --lossy to have it adopted, too."
-        for kind, tried in result.offers.items()
-    ]
     gain = result.gain
     if not result.settings or gain is None:
         text = f"{backend}: nothing is faster than the job as it is, for certain."
-        return Verdict(text, "unsure", offers, badge="NOTHING FASTER")
+        return Verdict(text, "unsure", badge="NOTHING FASTER")
     details = []
     if REORDERS & set(result.settings):
         details.append("It adds in another order, so that the last bits of the numbers may be others.")
@@ -89,7 +85,7 @@ def verdict(backend: str, result: SearchResult) -> Verdict:
         f"{backend}: {describe(result.settings)} makes the job {gain.value:.2f} times as fast "
         f"({plural(gain.rounds, 'fresh round')}, {gain.interval})."
     )
-    return Verdict(text, "sure", [*details, *offers], badge=gain.badge, ratio=gain)
+    return Verdict(text, "sure", details, badge=gain.badge, ratio=gain)
 
 
 def table(backend: str, result: SearchResult) -> Table:
@@ -112,10 +108,7 @@ def _outcome(tried: TriedChange) -> str:
         return "the job fails with it"
     if tried.adopted:
         return "adopted"
-    words = {"faster": "faster, but another was more so", "no faster": "no faster", "open": "not told from noise"}
-    if tried.group == "compression":
-        words["faster"] = "faster, but rounds the gradients"
-    return words[tried.standing.verdict]
+    return OUTCOMES[tried.standing.verdict]
 
 
 def notes(backend: str, result: SearchResult) -> list[str]:
@@ -180,7 +173,6 @@ def data_of(results: Mapping[str, SearchResult], machine: Mapping[str, Any], job
             backend: {
                 **asdict(result),
                 "tried": [{**tried._asdict(), "standing": asdict(tried.standing)} for tried in result.tried],
-                "offers": {kind: asdict(tried.standing) for kind, tried in result.offers.items()},
             }
             for backend, result in results.items()
         },

@@ -11,7 +11,6 @@ from typing import Any
 from hvd_trainer.config.parser import read_yaml
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import option_of, option_values
-from hvd_trainer.measure.figures import are_figures
 from hvd_trainer.measure.machine import busy_warning
 from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial, describe_speed
 from hvd_trainer.measure.stale import digest_of_files
@@ -24,24 +23,6 @@ from hvd_trainer.utils.text import plural
 
 MIN_STEPS, MAX_STEPS = 20, 2000
 """Bounds of the counted steps of a run."""
-FACTS: Mapping[str, Any] = {
-    **dict.fromkeys(("world_size", "threads", "workers", "parameters"), int),
-    **{
-        "on_trainer": bool,
-        "reads_options": bool,
-        "device": str,
-        "compression": str,
-        "in_memory": bool,
-        "has_own_loader": bool,
-        "bucket_mb": int | float,
-    },
-}
-"""The facts of a job on the Trainer that the search needs, and their types."""
-SCRIPT_FACTS: Mapping[str, Any] = {
-    **dict.fromkeys(("world_size", "threads", "parameters"), int),
-    **{"on_trainer": bool, "device": str, "uses_hvd": bool},
-}
-"""The facts of a script that the search needs, and their types."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +137,7 @@ def search_all(
     Raises:
         OptionError: the job does not run.
     """
-    runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=_are_figures)
+    runner = TrialRunner(folder, limit_s=options.timeout_s)
     if text := busy_warning():
         runner.warn(text)
     known = {**conditions, "files": digest_of_files(job.words)}
@@ -178,11 +159,3 @@ def search_all(
         job = settings_runner.job
     recorded = (text for run in runner.last.values() for text in run.warnings)
     return job, results, list(dict.fromkeys([*recorded, *runner.warnings]))
-
-
-def _are_figures(figures: Mapping[str, Any]) -> bool:
-    if not are_figures(figures):
-        return False
-    work = figures["work"]
-    facts = SCRIPT_FACTS if "uses_hvd" in work else FACTS
-    return all(isinstance(work.get(name), kind) for name, kind in facts.items())

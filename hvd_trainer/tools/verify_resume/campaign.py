@@ -20,12 +20,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from hvd_trainer.errors import LaunchError, OptionError
-from hvd_trainer.measure.after_steps import MARK
 from hvd_trainer.measure.failure_reason import why_no_step
 from hvd_trainer.measure.figures import RANKS_DIFFER
 from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.own_files import describe_outside, in_own_folder, written_outside
+from hvd_trainer.measure.recorders import MARK
 from hvd_trainer.measure.report import Bar, Bars, Report, Table, Verdict
 from hvd_trainer.measure.start import find_processes, launched
 from hvd_trainer.measure.steps import FIRST_STEP

@@ -15,7 +15,7 @@ from pages import open_page
 from hvd_trainer.measure.results import TrialResult
 from hvd_trainer.measure.trials import RunRecord
 from hvd_trainer.tools.compare import report
-from hvd_trainer.tools.compare.plots import draw_heat_map, draw_speed, inner_axes, panels_of
+from hvd_trainer.tools.compare.plots import draw_heat_map, draw_speed, rows_of
 from hvd_trainer.tools.compare.result import Comparison
 
 
@@ -243,29 +243,17 @@ def test_report_names_trials_without_figures(capsys: pytest.CaptureFixture[str],
     assert (tmp_path / "comparison.html").read_text() == page
 
 
-def test_heat_map_has_a_panel_for_ranks_and_stages() -> None:
+def test_heat_map_has_a_row_for_each_combination() -> None:
     comparison = grid()
-    across, up = inner_axes(comparison.axes)
-    assert (across.name, up.name) == ("chunks", "batch_size")
-    panels = panels_of(comparison.results, comparison.axes, across, up)
-    assert list(panels) == [f"ranks {r}, stages {s}" for r in (1, 2) for s in (1, 2)]
-    assert [len(results) for results in panels.values()] == [4] * 4
+    rows = rows_of(comparison, comparison.varied[-1])
+    assert list(rows) == [f"ranks {r}, stages {s}, chunks {c}" for r in (1, 2) for s in (1, 2) for c in (2, 4)]
+    assert [len(results) for results in rows.values()] == [2] * 8
     (picture,) = draw_heat_map(comparison)
     assert picture.svg.startswith("<svg")
     for its in comparison.results:
         rate = its.median("samples_per_s")
         assert rate is None or f">{rate:,.0f}<" in picture.svg
-    for text in ("failed", "batch size", "throughput, samples/s"):
+    for text in ("failed", "batch size", "throughput, samples/s", *rows):
         assert f">{text}<" in picture.svg
     assert "<pattern" in picture.svg  # the hatching
     assert draw_heat_map(compared(trials_of(ranks="1,2"), [])) == []
-
-
-def test_heat_maps_of_other_axes() -> None:
-    """The memory of a model: no chunks, no batch sizes."""
-    axes = {"precision": "fp32,bf16", "shard": "none,optimizer,full"}
-    trials = trials_of(ranks="2", backends="ddp,horovod", **axes)
-    across, up = inner_axes(compared(trials, [], **axes).axes)
-    assert (across.name, up.name) == ("shard", "precision")
-    across, up = inner_axes(compared(trials_of(ranks="1,2"), []).axes)
-    assert (across.name, up.name) == ("ranks", "")

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from compared import RAN
 from msgspec import structs
 from pages import open_page
 
 from hvd_trainer.measure import machine, stacks
 from hvd_trainer.measure.command import with_options
+from hvd_trainer.measure.listener import Step
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.report import Report
 from hvd_trainer.measure.stack_record import (
@@ -747,13 +749,13 @@ def spin() -> None:
 
 def test_sampler_counts_lines_with_their_cpu_time(tmp_path: Path) -> None:
     sampler = StackSampler(tmp_path / "stacks" / "rank-0.json")
-    sampler.start()
+    sampler.on_start(torch.device("cpu"), on_trainer=True)
     for _ in range(25):
         sampler.phase = "data"
         nap()
         sampler.phase = "forward"
         spin()
-        sampler.end_step()
+        sampler.on_step_end(Step(1, 0.1))
     sampler.stop()
     (profile,) = read_profiles(tmp_path)
     # A look that comes late on a busy machine finds more steps of the warm-up over.
@@ -780,10 +782,10 @@ def test_sampler_leaves_its_own_time_in_the_queue_out(tmp_path: Path, monkeypatc
         return list(tmp_path.glob(pattern))
 
     monkeypatch.setattr(stacks, "Path", lambda name: SimpleNamespace(glob=glob))
-    sampler.start()
+    sampler.on_start(torch.device("cpu"), on_trainer=True)
     for _ in range(8):
         nap()
-        sampler.end_step()
+        sampler.on_step_end(Step(1, 0.1))
     sampler.stop()
     (profile,) = read_profiles(tmp_path)
     assert profile.queued_s == pytest.approx(0, abs=1e-6)

@@ -18,7 +18,7 @@ import pytest
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import read_command, read_job
 from hvd_trainer.measure.failure_reason import why_it_failed
-from hvd_trainer.measure.figures import curve, speed
+from hvd_trainer.measure.figures import last_loss, speed
 from hvd_trainer.measure.formats import to_json
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.message import Message
@@ -248,31 +248,29 @@ def test_read_job_accepts_python_in_front() -> None:
     assert read_job(["python", *job]) == job
 
 
-def recorded(seconds: Sequence[Sequence[Sequence[float]]], **more: Any) -> list[dict[str, Any]]:
+def recorded(seconds: Sequence[Sequence[Sequence[float]]]) -> list[dict[str, Any]]:
     """Return recorded steps of ranks: by rank and step, seconds of data, forward, backward, reduce, step, rest."""
-    samples = np.full(len(seconds[0]), 8)
-    return [{"seconds": np.array(its), "samples": samples, **more} for its in seconds]
+    return [{"seconds": np.array(its)} for its in seconds]
 
 
 def test_speed_tells_exchange_from_straggler() -> None:
     quick = [[0.0, 1.0, 1.0, 5.0, 1.0, 0.0]] * 3
     slow = [[3.0, 1.0, 1.0, 2.0, 1.0, 0.0]] * 3
     warm = [[9.0] * 6]
-    figures = speed(recorded([[*warm, *quick], [*warm, *slow]]), 1)
+    figures = speed(recorded([[*warm, *quick], [*warm, *slow]]), np.full(4, 8), 1)
     assert figures["parts"]["exchange"] == 2.0
     assert figures["parts"]["straggler"] == 1.5
     assert figures["parts"]["data"] == 1.5
     assert sum(figures["parts"].values()) == figures["step_s"] == 8.0
     assert (figures["samples_per_s"], figures["counted_steps"]) == (1.0, 3)
     assert figures["computing_s"] == [3.0, 6.0]
-    assert speed(recorded([quick]), 3) == {}
+    assert speed(recorded([quick]), np.full(3, 8), 3) == {}
 
 
-def test_curve_averages_ranks_that_have_a_loss() -> None:
+def test_last_loss_is_that_of_ranks_that_have_one() -> None:
     nan = float("nan")
     losses = ([nan, nan, nan, nan], [4.0, 3.0, nan, 1.0])
-    ranks = [{"step": np.arange(1, 5), "loss": np.array(its)} for its in losses]
-    assert curve(ranks) == [[1, 4.0], [2, 3.0], [4, 1.0]]
-    long = [{"step": np.arange(1000), "loss": np.arange(1000.0)}]
-    assert len(curve(long)) == 200
-    assert curve(long)[0] == [2.0, 2.0]
+    ranks = [{"loss": np.array(its)} for its in losses]
+    assert last_loss(ranks) == 1.0
+    assert last_loss([{"loss": np.arange(1000.0)}]) == 997.0
+    assert last_loss([{"loss": np.full(3, nan)}]) is None

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, dataloader
 
 from hvd_trainer.measure.collective_calls import OF_TORCH, CollectiveCalls
+from hvd_trainer.measure.listener import Step
 from hvd_trainer.measure.loader_starts import LoaderWatch
 from hvd_trainer.measure.stack_record import Record
 from hvd_trainer.measure.stacks import StackSampler
@@ -146,11 +147,11 @@ def test_a_rank_writes_them(tmp_path: Path) -> None:
     """By one function, for scripts and for Trainer jobs."""
     sampler = StackSampler(tmp_path / "rank-0.json")
     sampler.install()
-    sampler.start()
+    sampler.on_start(torch.device("cpu"), on_trainer=True)
     for _ in range(12):
         dist.all_reduce(torch.ones(10))
         time.sleep(0.01)
-        sampler.end_step()
+        sampler.on_step_end(Step(1, 0.1))
     sampler.stop()
     record = msgspec.json.decode((tmp_path / "rank-0.json").read_bytes(), type=Record)
     (call,) = record.calls

@@ -1,0 +1,50 @@
+"""Make the recorders of a rank that a message asks for: the same for a job on the Trainer and for a script."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from hvd_trainer.measure.listener import Listener, Step
+from hvd_trainer.measure.message import Message
+from hvd_trainer.measure.stacks import sampler
+from hvd_trainer.measure.steps import recorder
+from hvd_trainer.utils.files import atomic_write
+
+MARK = "held"
+"""The file in the log folder that has the number of the held process."""
+HOLD_S = 60.0
+
+
+def recorders(message: Message, rank: int) -> Iterator[Listener]:
+    """Yield what records the steps and stacks of this rank, and what holds it."""
+    log = Path(message.log_dir)
+    yield recorder(log, rank)
+    if message.sample_stacks:
+        # Now: a script's loader starts its processes before the first step, and they may stay until the end.
+        yield sampler(log, rank)
+    if message.hold is not None and message.hold[0] == rank:
+        yield AfterSteps(message.hold[1], partial(_hold, log))
+
+
+class AfterSteps(Listener):
+    """Calls a function at the end of an optimizer step, once `steps` were made."""
+
+    def __init__(self, steps: int, call: Callable[[], object]) -> None:
+        self._left, self._call = steps, call
+
+    def on_step_end(self, step: Step) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._call()
+
+
+def _hold(log: Path) -> None:
+    """Leave a mark in the log folder, and wait to be killed there by a tool."""
+    log.mkdir(parents=True, exist_ok=True)
+    with atomic_write(log / MARK) as temporary:
+        temporary.write_text(str(os.getpid()))
+    time.sleep(HOLD_S)
