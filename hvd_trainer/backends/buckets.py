@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,15 +52,17 @@ class Bucket:
     """of `flat`, one per parameter, in its shape"""
     missing: int
     """how many gradients of the step are not there yet"""
+    number: int
+    """among the buckets, the same on all ranks"""
     sent: bool = False
 
     @classmethod
-    def of(cls, parameters: Sequence[Tensor], dtype: torch.dtype | None = None) -> Bucket:
+    def of(cls, parameters: Sequence[Tensor], number: int, dtype: torch.dtype | None = None) -> Bucket:
         """Return a bucket of zeros for parameters, in a type of its own if one is given."""
         first, sizes = parameters[0], [parameter.numel() for parameter in parameters]
         flat = torch.zeros(sum(sizes), dtype=dtype or first.dtype, device=first.device)
         views = [_shaped_like(part, p) for part, p in zip(flat.split(sizes), parameters, strict=True)]
-        return cls(list(parameters), flat, views, missing=len(parameters))
+        return cls(list(parameters), flat, views, missing=len(parameters), number=number)
 
 
 @dataclass(slots=True)
@@ -78,9 +80,6 @@ class _Gradient:
 
 class BucketExchange(ABC):
     """The sum of buckets over ranks, as an engine computes it."""
-
-    def lay_out(self, buckets: Sequence[Bucket]) -> None:  # noqa: B027  an engine may have nothing to prepare
-        """Prepare for these buckets, in place of earlier ones."""
 
     @abstractmethod
     def send(self, bucket: Bucket) -> None:
@@ -103,6 +102,7 @@ class BucketReducer(Reducer):
         reorder: lay the buckets out anew after the first exchange, in the order that backward showed. (DDP does
             not where parameters may go unused, and neither may we then.)
         passes: how many backward passes add to a gradient before it is sent.
+        apart: parameters that are left to others.
 
     Raises:
         BackendError: inside backward, if it adds more often to a gradient: it may be on its way already.
@@ -117,10 +117,12 @@ class BucketReducer(Reducer):
         limit_bytes: int,
         reorder: bool = True,
         passes: int = 1,
+        apart: Iterable[Tensor] = (),
     ) -> None:
         self._module, self._exchange, self._factor = module, exchange, 1.0 / num_ranks
         self._limit_bytes, self._passes = limit_bytes, passes
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        others = set(apart)
+        self._parameters = [p for p in module.parameters() if p.requires_grad and p not in others]
         # A CPU has a gradient that is just finished in its cache. On an accelerator, starting an operation costs
         # more than most of them take: there a full bucket is written by two.
         self._writes_at_once = all(accelerator.is_host(p.device) for p in self._parameters)
@@ -137,12 +139,11 @@ class BucketReducer(Reducer):
         ]
 
     def _lay_out(self, groups: list[list[nn.Parameter]]) -> None:
-        self.buckets = [Bucket.of(group) for group in groups]
+        self.buckets = [Bucket.of(group, number) for number, group in enumerate(groups)]
         for bucket, group in zip(self.buckets, groups, strict=True):
             for parameter, view in zip(group, bucket.views, strict=True):
                 gradient = self._gradients.setdefault(parameter, _Gradient(parameter, bucket, view, self._passes))
                 gradient.bucket, gradient.view = bucket, view
-        self._exchange.lay_out(self.buckets)
 
     def set_enabled(self, enabled: bool) -> None:
         self._enabled = enabled
@@ -226,6 +227,12 @@ class BucketReducer(Reducer):
             hook.remove()
 
 
+def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return by name the parameters of embeddings, and the like, whose gradients are sparse."""
+    sparse = {p for m in model.modules() if getattr(m, "sparse", False) for p in m.parameters(recurse=False)}
+    return {name: p for name, p in model.named_parameters() if p in sparse and p.requires_grad}
+
+
 def assign(
     parameters: Sequence[Tensor], limits_bytes: Sequence[int], indices: Sequence[int] = ()
 ) -> list[list[int]]:
@@ -234,6 +241,8 @@ def assign(
     Args:
         limits_bytes: a bucket is closed when it has reached its limit. The last one holds for all further buckets.
     """
+    if not parameters:
+        return []
     assignment, _ = dist._compute_bucket_assignment_by_size(
         list(parameters), list(limits_bytes), [], list(indices)
     )

@@ -214,8 +214,8 @@ def propose(
         if any(other != described[0] for other in described):
             return None
         buckets = [
-            Bucket.of([parameters[gradient.name] for gradient in bucket], DTYPES[bucket[0].dtype])
-            for bucket in proposals[0].buckets
+            Bucket.of([parameters[gradient.name] for gradient in bucket], number, DTYPES[bucket[0].dtype])
+            for number, bucket in enumerate(proposals[0].buckets)
         ]
         if not all(accelerator.is_host(bucket.flat.device) for bucket in buckets):
             firsts = [f"bucket.{bucket[0].name}" for bucket in proposals[0].buckets]

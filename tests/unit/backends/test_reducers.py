@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,12 +42,10 @@ class Exchange(BucketExchange):
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.sizes: list[int] = []
-        self._buckets: Sequence[Bucket] = ()
-
-    def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        self._buckets = buckets
+        self._buckets: list[Bucket] = []
 
     def send(self, bucket: Bucket) -> None:
+        self._buckets.append(bucket)
         self.sent.append(bucket.flat.clone())
         self.sizes.append(len(bucket.parameters))
 
@@ -57,6 +54,7 @@ class Exchange(BucketExchange):
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 assert parameter.grad is view
                 assert view.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
+        self._buckets = []
 
 
 def exchanged(
