@@ -44,25 +44,26 @@ class HorovodBucketExchange(BucketExchange):
         process_set: Horovod's set of the ranks that have the module.
     """
 
+    in_order = False
+
     def __init__(self, hvd: ModuleType, waiter: Waiter, compression: Any, process_set: Any) -> None:
         self._hvd, self._waiter, self._compression = hvd, waiter, compression
         self._process_set = process_set
         # Horovod matches tensors of different ranks by name; one that is still on its way may not be reused.
         self._name = f"exchange.{next(_NUMBERS)}"
-        self._sent: list[tuple[int, Bucket, Any]] = []
+        self._sent: dict[int, tuple[int, Any]] = {}
 
     def send(self, bucket: Bucket) -> None:
         wire, context = self._compression.compress(bucket.flat)
         name = f"{self._name}.bucket.{bucket.number}"
         handle = self._hvd.allreduce_async_(wire, name=name, op=self._hvd.Sum, process_set=self._process_set)
-        self._sent.append((handle, bucket, context))
+        self._sent[bucket.number] = handle, context
 
-    def receive(self) -> None:
-        for handle, bucket, context in self._sent:
-            received = self._compression.decompress(self._waiter.result(handle), context)
-            if received is not bucket.flat:
-                bucket.flat.copy_(received)
-        self._sent = []
+    def receive(self, bucket: Bucket) -> None:
+        handle, context = self._sent.pop(bucket.number)
+        received = self._compression.decompress(self._waiter.result(handle), context)
+        if received is not bucket.flat:
+            bucket.flat.copy_(received)
 
 
 class HorovodSparseReducer(Reducer):
