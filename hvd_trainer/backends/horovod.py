@@ -212,10 +212,10 @@ class HorovodBackend(Backend):
 
     def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         if self.world.size > 1:
-            self._reducer = self._make_reducer(model, optimizer)
+            self._reducer = self._make_reducer(model)
         return model
 
-    def _make_reducer(self, model: nn.Module, optimizer: Optimizer) -> Reducer:
+    def _make_reducer(self, model: nn.Module) -> Reducer:
         sparse, reorder = sparse_parameters(model), not self.options.find_unused_parameters
         dense = self._make_bucket_reducer(
             model, self._hvd.global_process_set, apart=sparse.values(), reorder=reorder
