@@ -49,7 +49,9 @@ NEEDED = (
     *("hvd_trainer.training.job", "hvd_trainer.jobs.models", "hvd_trainer.training.spawn"),
     *("hvd_trainer.training.trainer", "hvd_trainer.backends.ddp"),
 )
-FAILED_S, ORPHAN_S, POLL_S = 5.0, 5.0, 0.02
+FAILED_S, POLL_S = 5.0, 0.02
+ORPHAN_S = 30.0
+"""How long processes may outlive the ranks: those of a loader look for their parent every 5 seconds."""
 RUN = ["-m", "hvd_trainer", "run"]
 REPLACED = ("horovod.", "hvd_trainer.hvd.", "hvd_trainer.c10d.", "hvd_trainer.backends.horovod")
 """Beginnings of the names, with a dot at their end, of what `hvd_trainer run` gives to a script or imports."""
@@ -290,9 +292,11 @@ def end_of(ranks: set[int], connection: socket.socket) -> int:
     deadline = time.monotonic() + ORPHAN_S
     while left := in_session():
         if time.monotonic() > deadline:
-            print(f"left behind: processes {left}", file=sys.stderr, flush=True)
             for process in left:
-                os.kill(process, signal.SIGKILL)
+                with contextlib.suppress(OSError):
+                    command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    print(f"left behind: process {process}: {command}", file=sys.stderr, flush=True)
+                    os.kill(process, signal.SIGKILL)
             return LEFT_BEHIND
         time.sleep(POLL_S)
     return code
