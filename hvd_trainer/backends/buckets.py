@@ -12,10 +12,12 @@ second exchange on in the order in which backward finished them.
 from __future__ import annotations
 
 import sys
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -52,15 +54,24 @@ class Bucket:
     """of `flat`, one per parameter, in its shape"""
     missing: int
     """how many gradients of the step are not there yet"""
+    number: int
+    """among the buckets, the same on all ranks"""
     sent: bool = False
 
     @classmethod
-    def of(cls, parameters: Sequence[Tensor], dtype: torch.dtype | None = None) -> Bucket:
+    def of(cls, parameters: Sequence[Tensor], number: int, dtype: torch.dtype | None = None) -> Bucket:
         """Return a bucket of zeros for parameters, in a type of its own if one is given."""
         first, sizes = parameters[0], [parameter.numel() for parameter in parameters]
         flat = torch.zeros(sum(sizes), dtype=dtype or first.dtype, device=first.device)
         views = [_shaped_like(part, p) for part, p in zip(flat.split(sizes), parameters, strict=True)]
-        return cls(list(parameters), flat, views, missing=len(parameters))
+        return cls(list(parameters), flat, views, missing=len(parameters), number=number)
+
+    def fill(self, factor: float) -> None:
+        """Write all gradients into their places, times a factor, by two operations; None counts as zero."""
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        torch._foreach_copy_(self.views, [grad.to_dense() if grad.is_sparse else grad for grad in grads])
+        if factor != 1.0:
+            self.flat.mul_(factor)
 
 
 @dataclass(slots=True)
@@ -77,18 +88,92 @@ class _Gradient:
 
 
 class BucketExchange(ABC):
-    """The sum of buckets over ranks, as an engine computes it."""
+    """The reduction of buckets over ranks, as an engine computes it."""
 
-    def lay_out(self, buckets: Sequence[Bucket]) -> None:  # noqa: B027  an engine may have nothing to prepare
-        """Prepare for these buckets, in place of earlier ones."""
+    in_order: ClassVar[bool] = True
+    """whether ranks match buckets by the order in which they send them, instead of by their numbers"""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no further step, because a rank has left."""
+        return False
 
     @abstractmethod
     def send(self, bucket: Bucket) -> None:
-        """Start the exchange of a bucket, which is full."""
+        """Start to reduce a bucket, which is full, in place."""
 
     @abstractmethod
-    def receive(self) -> None:
-        """Wait until every bucket that was sent holds the sum over ranks."""
+    def receive(self, bucket: Bucket) -> None:
+        """Wait until a bucket is reduced. All are waited for once they are sent, by their numbers."""
+
+
+class GradientBuckets:
+    """Buckets that are sent in each step as soon as they are full.
+
+    Args:
+        buckets: by their numbers.
+        factor_before: multiplied before the reduction.
+        factor_after: multiplied after it.
+        write: fills a bucket, of which gradients may be missing, before it is sent; None: `Bucket.fill` does.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        exchange: BucketExchange,
+        *,
+        factor_before: float = 1.0,
+        factor_after: float = 1.0,
+        write: Callable[[Bucket], None] | None = None,
+    ) -> None:
+        self.buckets, self.exchange = buckets, exchange
+        self._factor_before, self._factor_after, self._write = factor_before, factor_after, write
+        self._num_sent = 0
+        # On several devices gradients are finished by several threads.
+        self._lock = threading.Lock()
+
+    def add(self, bucket: Bucket) -> None:
+        """Note that one more gradient of a bucket is finished."""
+        with self._lock:
+            bucket.missing -= 1
+            if not self.exchange.in_order:
+                if not bucket.missing:
+                    self._send(bucket)
+                return
+            while self._num_sent < len(self.buckets) and not self.buckets[self._num_sent].missing:
+                self._send(self.buckets[self._num_sent])
+
+    def _send(self, bucket: Bucket) -> None:
+        if self._write is None:
+            bucket.fill(self._factor_before)
+        else:
+            self._write(bucket)
+        bucket.sent = True
+        self._num_sent += 1
+        self.exchange.send(bucket)
+
+    def send_rest(self) -> None:
+        """Send the buckets of which backward left some parameter out."""
+        for bucket in self.buckets:
+            if not bucket.sent:
+                self._send(bucket)
+
+    def receive(self, store: Callable[[Bucket], None] = lambda bucket: None) -> None:
+        """Wait until all are reduced, call `store` with each, and begin the next step."""
+        self._num_sent = 0
+        for bucket in self.buckets:
+            bucket.missing, bucket.sent = len(bucket.parameters), False
+        for bucket in self.buckets:
+            self.exchange.receive(bucket)
+            if self._factor_after != 1.0:
+                bucket.flat.mul_(self._factor_after)
+            store(bucket)
+
+    def abandon(self) -> None:
+        """Forget the gradients of a step that has begun; the other ranks are not kept waiting for them."""
+        if any(bucket.missing < len(bucket.parameters) for bucket in self.buckets):
+            self.send_rest()
+            self.receive()
 
 
 class BucketReducer(Reducer):
@@ -103,6 +188,7 @@ class BucketReducer(Reducer):
         reorder: lay the buckets out anew after the first exchange, in the order that backward showed. (DDP does
             not where parameters may go unused, and neither may we then.)
         passes: how many backward passes add to a gradient before it is sent.
+        apart: parameters that are left to others.
 
     Raises:
         BackendError: inside backward, if it adds more often to a gradient: it may be on its way already.
@@ -117,16 +203,17 @@ class BucketReducer(Reducer):
         limit_bytes: int,
         reorder: bool = True,
         passes: int = 1,
+        apart: Iterable[Tensor] = (),
     ) -> None:
         self._module, self._exchange, self._factor = module, exchange, 1.0 / num_ranks
         self._limit_bytes, self._passes = limit_bytes, passes
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        others = set(apart)
+        self._parameters = [p for p in module.parameters() if p.requires_grad and p not in others]
         # A CPU has a gradient that is just finished in its cache. On an accelerator, starting an operation costs
         # more than most of them take: there a full bucket is written by two.
         self._writes_at_once = all(accelerator.is_host(p.device) for p in self._parameters)
         self._backward_order: list[nn.Parameter] | None = [] if reorder else None
         self._enabled = True
-        self.buckets: list[Bucket] = []
         self._gradients: dict[Tensor, _Gradient] = {}
         first_limit = sys.maxsize if reorder else limit_bytes
         assignment = assign(self._parameters, [first_limit])
@@ -137,12 +224,12 @@ class BucketReducer(Reducer):
         ]
 
     def _lay_out(self, groups: list[list[nn.Parameter]]) -> None:
-        self.buckets = [Bucket.of(group) for group in groups]
-        for bucket, group in zip(self.buckets, groups, strict=True):
+        buckets = [Bucket.of(group, number) for number, group in enumerate(groups)]
+        self._buckets = GradientBuckets(buckets, self._exchange, write=self._write_rest)
+        for bucket, group in zip(buckets, groups, strict=True):
             for parameter, view in zip(group, bucket.views, strict=True):
                 gradient = self._gradients.setdefault(parameter, _Gradient(parameter, bucket, view, self._passes))
                 gradient.bucket, gradient.view = bucket, view
-        self._exchange.lay_out(self.buckets)
 
     def set_enabled(self, enabled: bool) -> None:
         self._enabled = enabled
@@ -158,13 +245,10 @@ class BucketReducer(Reducer):
             return
         if self._backward_order is not None:
             self._backward_order.append(gradient.parameter)
-        bucket = gradient.bucket
         gradient.is_complete = True
-        bucket.missing -= 1
         if self._writes_at_once:
             self._write(parameter, gradient.view)
-        if not bucket.missing:
-            self._dispatch(bucket)
+        self._buckets.add(gradient.bucket)
 
     def _finished_twice(self, gradient: _Gradient) -> BackendError:
         names = {parameter: name for name, parameter in self._module.named_parameters()}
@@ -182,32 +266,19 @@ class BucketReducer(Reducer):
             torch.mul(parameter.grad, self._factor, out=view)
         parameter.grad = view
 
-    def _write_all(self, bucket: Bucket) -> None:
-        """Write all gradients of a bucket: the same products as by `_write`, parameter by parameter."""
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
-        torch._foreach_copy_(bucket.views, grads)
-        bucket.flat.mul_(self._factor)
-        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-            parameter.grad = view
-
-    def _dispatch(self, bucket: Bucket) -> None:
+    def _write_rest(self, bucket: Bucket) -> None:
         if not self._writes_at_once:
-            self._write_all(bucket)
+            bucket.fill(self._factor)  # the same products as by `_write`
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
         elif bucket.missing:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if not self._gradients[parameter].is_complete:
                     self._write(parameter, view)
-        bucket.sent = True
-        self._exchange.send(bucket)
 
     def finish(self) -> None:
-        # Those of which backward left some parameter out; a gradient that is None counts as zero.
-        for bucket in self.buckets:
-            if not bucket.sent:
-                self._dispatch(bucket)
-        self._exchange.receive()
-        for bucket in self.buckets:
-            bucket.missing, bucket.sent = len(bucket.parameters), False
+        self._buckets.send_rest()
+        self._buckets.receive()
         for gradient in self._gradients.values():
             gradient.passes_left, gradient.is_complete = self._passes, False
         if self._backward_order is not None:
@@ -224,6 +295,13 @@ class BucketReducer(Reducer):
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        del self._buckets  # which hold this object
+
+
+def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return by name the parameters of embeddings, and the like, whose gradients are sparse."""
+    sparse = {p for m in model.modules() if getattr(m, "sparse", False) for p in m.parameters(recurse=False)}
+    return {name: p for name, p in model.named_parameters() if p in sparse and p.requires_grad}
 
 
 def assign(
@@ -234,6 +312,8 @@ def assign(
     Args:
         limits_bytes: a bucket is closed when it has reached its limit. The last one holds for all further buckets.
     """
+    if not parameters:
+        return []
     assignment, _ = dist._compute_bucket_assignment_by_size(
         list(parameters), list(limits_bytes), [], list(indices)
     )

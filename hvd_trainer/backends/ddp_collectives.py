@@ -77,15 +77,14 @@ class DDPBucketExchange(BucketExchange):
 
     def __init__(self, group: dist.ProcessGroup | None, compression: str) -> None:
         self._group, self._wire_format = group, WIRE_FORMATS[compression]
-        self._sent: list[tuple[Any, Bucket, Tensor]] = []
+        self._sent: dict[int, tuple[Any, Tensor]] = {}
 
     def send(self, bucket: Bucket) -> None:
         wire = bucket.flat if self._wire_format is None else bucket.flat.to(self._wire_format)
-        self._sent.append((dist.all_reduce(wire, group=self._group, async_op=True), bucket, wire))
+        self._sent[bucket.number] = dist.all_reduce(wire, group=self._group, async_op=True), wire
 
-    def receive(self) -> None:
-        for work, bucket, wire in self._sent:
-            work.wait()
-            if wire is not bucket.flat:
-                bucket.flat.copy_(wire)
-        self._sent = []
+    def receive(self, bucket: Bucket) -> None:
+        work, wire = self._sent.pop(bucket.number)
+        work.wait()
+        if wire is not bucket.flat:
+            bucket.flat.copy_(wire)

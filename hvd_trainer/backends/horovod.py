@@ -1,7 +1,11 @@
-"""Horovod, under any launcher: `hvd.DistributedOptimizer` exchanges the gradients, on Gloo or NCCL.
+"""Horovod, under any launcher, on Gloo or NCCL.
 
-The user's own optimizer makes the update, and Horovod's wrapper only the exchange. So the optimizer keeps its
-state, its schedulers and its `zero_grad(set_to_none=True)`, which the wrapper would drop, detach and refuse.
+Dense gradients go in DDP's buckets, by the public calls that `hvd.DistributedOptimizer` makes itself: compress,
+`hvd.allreduce_async_`, `hvd.synchronize`, decompress. That wrapper would send each gradient as a message of its
+own, add in another order than DDP, and wait without a limit for a rank that is gone. It exchanges what buckets
+cannot hold: sparse gradients, by its hooks and `synchronize()`. The user's own optimizer makes the update. So it
+keeps its state, its schedulers and its `zero_grad(set_to_none=True)`, which the wrapper would drop, detach and
+refuse.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from torch.optim import Optimizer
 
 from hvd_trainer.backends import process_group
 from hvd_trainer.backends.base import Backend
-from hvd_trainer.backends.buckets import BucketReducer, Reducer
+from hvd_trainer.backends.buckets import BucketReducer, Reducer, sparse_parameters
 from hvd_trainer.backends.compiled import compile_in_buckets
 from hvd_trainer.backends.horovod_collectives import HorovodCollectives
 from hvd_trainer.backends.horovod_reducer import HorovodBucketExchange, HorovodSparseReducer
@@ -208,26 +212,23 @@ class HorovodBackend(Backend):
 
     def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         if self.world.size > 1:
-            self._reducer = self._make_reducer(model, optimizer)
+            self._reducer = self._make_reducer(model)
         return model
 
-    def _make_reducer(self, model: nn.Module, optimizer: Optimizer) -> Reducer:
-        hvd = self._hvd
-        if any(getattr(module, "sparse", False) for module in model.modules()):
-            return HorovodSparseReducer(hvd, self.collectives.waiter, model, optimizer, self._compression())
-        reorder = not self.options.find_unused_parameters
-        return self._make_bucket_reducer(model, hvd.global_process_set, reorder=reorder)
+    def _make_reducer(self, model: nn.Module) -> Reducer:
+        sparse, reorder = sparse_parameters(model), not self.options.find_unused_parameters
+        dense = self._make_bucket_reducer(
+            model, self._hvd.global_process_set, apart=sparse.values(), reorder=reorder
+        )
+        return HorovodSparseReducer(self._hvd, sparse, dense) if sparse else dense
 
-    def _make_bucket_reducer(
-        self, module: nn.Module, process_set: Any, *, reorder: bool = True, passes: int = 1
-    ) -> BucketReducer:
+    def _make_bucket_reducer(self, module: nn.Module, process_set: Any, **how: Any) -> BucketReducer:
         return BucketReducer(
             module,
             HorovodBucketExchange(self._hvd, self.collectives.waiter, self._compression(), process_set),
             num_ranks=process_set.size(),
             limit_bytes=int(self.options.bucket_mb * 2**20),
-            reorder=reorder,
-            passes=passes,
+            **how,
         )
 
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:

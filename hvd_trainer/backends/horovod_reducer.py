@@ -1,4 +1,4 @@
-"""Gradients averaged by `hvd.DistributedOptimizer`: in buckets laid out as DDP's, or tensor by tensor.
+"""Gradients averaged by Horovod: in buckets laid out as DDP's, and sparse ones by name.
 
 With HOROVOD_ENABLE_ASYNC_COMPLETION a handle on an accelerator is done as soon as NCCL has the operation in its
 queue, and nothing here waits for the device. Why what follows may be queued at once (lines of Horovod v0.28.1):
@@ -23,12 +23,12 @@ queue, and nothing here waits for the device. Why what follows may be queued at 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from hvd_trainer.backends.buckets import Bucket, BucketExchange, Reducer
 from hvd_trainer.backends.horovod_waiter import Waiter, follow
@@ -37,75 +37,57 @@ _NUMBERS = itertools.count()
 
 
 class HorovodBucketExchange(BucketExchange):
-    """Send each bucket as one tensor: nothing to negotiate tensor by tensor, nothing copied to a fusion buffer.
-
-    Horovod's optimizer is given the buckets as its parameters. It compresses, sends and receives them; the
-    update is left to the user's own optimizer.
+    """Sum each bucket as one tensor: nothing to negotiate tensor by tensor, nothing copied to a fusion buffer.
 
     Args:
         compression: one of `hvd.Compression`.
         process_set: Horovod's set of the ranks that have the module.
     """
 
+    in_order = False
+
     def __init__(self, hvd: ModuleType, waiter: Waiter, compression: Any, process_set: Any) -> None:
         self._hvd, self._waiter, self._compression = hvd, waiter, compression
         self._process_set = process_set
         # Horovod matches tensors of different ranks by name; one that is still on its way may not be reused.
         self._name = f"exchange.{next(_NUMBERS)}"
-        self._flats: dict[int, nn.Parameter] = {}
-        self._wrapped: Any = None
-
-    def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        self._flats = {id(b): nn.Parameter(b.flat, requires_grad=True) for b in buckets}
-        self._wrapped = self._hvd.DistributedOptimizer(
-            SGD(self._flats.values(), lr=0.0),
-            named_parameters=[(f"{self._name}.bucket.{i}", flat) for i, flat in enumerate(self._flats.values())],
-            compression=self._compression,
-            op=self._hvd.Sum,
-            process_set=self._process_set,
-        )
+        self._sent: dict[int, tuple[int, Any]] = {}
 
     def send(self, bucket: Bucket) -> None:
-        flat = self._flats[id(bucket)]
-        # An alias: decompression gives `.grad` another storage, and the bucket must keep its own.
-        flat.grad = bucket.flat.view_as(bucket.flat)
-        self._wrapped._handles[flat] = self._wrapped._allreduce_grad_async(flat)
+        wire, context = self._compression.compress(bucket.flat)
+        name = f"{self._name}.bucket.{bucket.number}"
+        handle = self._hvd.allreduce_async_(wire, name=name, op=self._hvd.Sum, process_set=self._process_set)
+        self._sent[bucket.number] = handle, context
 
-    def receive(self) -> None:
-        for handle, _ in self._wrapped._handles.values():
-            self._waiter.wait(handle)
-        self._wrapped.synchronize()
-        follow(list(self._flats.values()))
-        for flat in self._flats.values():
-            if flat.grad is not None and flat.grad.data_ptr() != flat.data_ptr():
-                flat.data.copy_(flat.grad)  # compression has put the result elsewhere
+    def receive(self, bucket: Bucket) -> None:
+        handle, context = self._sent.pop(bucket.number)
+        received = self._compression.decompress(self._waiter.result(handle), context)
+        if received is not bucket.flat:
+            bucket.flat.copy_(received)
 
 
 class HorovodSparseReducer(Reducer):
-    """Horovod's own exchange, tensor by tensor: for models with sparse gradients, which have no place in a bucket.
+    """Average sparse gradients, which no bucket holds, by the hooks of `hvd.DistributedOptimizer`.
 
     Args:
-        compression: one of `hvd.Compression`.
+        sparse: parameters by name.
+        dense: averages the gradients of all others.
     """
 
-    def __init__(
-        self, hvd: ModuleType, waiter: Waiter, model: nn.Module, optimizer: Optimizer, compression: Any
-    ) -> None:
-        self._waiter = waiter
-        self._wrapped = hvd.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters(), compression=compression
-        )
+    def __init__(self, hvd: ModuleType, sparse: Mapping[str, nn.Parameter], dense: Reducer) -> None:
+        self._parameters, self._dense = [*sparse.values()], dense
+        self._wrapped = hvd.DistributedOptimizer(SGD(self._parameters, lr=0.0), named_parameters=sparse.items())
 
     def set_enabled(self, enabled: bool) -> None:
+        self._dense.set_enabled(enabled)
         # Horovod's hooks count down to the exchange: from 2 they never reach it in one pass.
         self._wrapped.set_backward_passes_per_step(1 if enabled else 2)
 
     def finish(self) -> None:
-        for handle, _ in list(self._wrapped._handles.values()):
-            if isinstance(handle, int):  # else sparse: a function that waits
-                self._waiter.wait(handle)
+        self._dense.finish()
         self._wrapped.synchronize()
-        follow([group["params"] for group in self._wrapped.param_groups])
+        follow(self._parameters)
 
     def close(self) -> None:
-        """Do nothing: Horovod's hooks go with the wrapper."""
+        """Stop taking part in backward; Horovod's hooks go with the wrapper."""
+        self._dense.close()

@@ -6,6 +6,7 @@ default stream waits for its end (why that suffices: `horovod_reducer`). After `
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -31,44 +32,10 @@ WaitDone = Callable[[int, float], int]
 """Wait until Horovod has completed more than so many operations, or so many seconds; return how many."""
 
 
-def wait_done(hvd: ModuleType) -> WaitDone:
-    """Return Horovod's own wait, or a short sleep where it has none."""
-    function: WaitDone = getattr(hvd.mpi_ops.mpi_lib, "horovod_torch_wait_done", _sleep)
-    return function
-
-
 def _sleep(seen: int, limit_s: float) -> int:
     if seen >= 0:
         time.sleep(min(limit_s, PAUSE_S))
     return 0
-
-
-def wait_until(
-    is_done: Callable[[], bool],
-    timeout_s: float,
-    wait: WaitDone,
-    *,
-    spin_s: float = 0.0,
-    check: Callable[[], None] = lambda: None,
-) -> bool:
-    """Ask whenever an operation is completed whether something is done; return False if it is not in time.
-
-    Args:
-        is_done: becomes true when Horovod completes an operation.
-        spin_s: how long to ask without a pause.
-        check: called between two questions; what it raises ends the wait.
-    """
-    began = time.monotonic()
-    seen = wait(-1, 0.0)  # before the question: what is completed after it ends the wait
-    while not is_done():
-        waited = time.monotonic() - began
-        if waited < spin_s:
-            continue
-        check()
-        if waited > timeout_s:
-            return False
-        seen = wait(seen, min(MAX_WAIT_S, max(0.0, timeout_s - waited) + PAUSE_S))
-    return True
 
 
 def completes_asynchronously(hvd: Any) -> bool:
@@ -90,6 +57,7 @@ class Waiter:
     Horovod's own wait has no limit: its stall check neither warned nor ended anything when a rank was stuck.
 
     Args:
+        timeout_s: of `wait` and `result`.
         spin_s: how long to poll without a pause: `SPIN_S` where the work is an accelerator's, 0 on CPUs.
         check: called between two polls; raises when the operation cannot end because another rank has failed.
     """
@@ -103,16 +71,20 @@ class Waiter:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._hvd, self._timeout_s, self._spin_s, self._check = hvd, timeout_s, spin_s, check
-        self._wait_done = wait_done(hvd)
+        self._wait_done: WaitDone = getattr(hvd.mpi_ops.mpi_lib, "horovod_torch_wait_done", _sleep)
+
+    def is_done(self, handle: int) -> bool:
+        """Return whether `take` would return at once."""
+        return bool(self._hvd.poll(handle))
+
+    def take(self, handle: int) -> Any:
+        """Return the result of an operation that is done."""
+        return follow(self._hvd.synchronize(handle))
 
     def result(self, handle: int) -> Any:
-        """Wait for an operation and return its result.
-
-        Raises:
-            TimeoutError: as `wait`, which also raises what `check` does.
-        """
+        """Wait for an operation and return its result; errors as of `wait`."""
         self.wait(handle)
-        return follow(self._hvd.synchronize(handle))
+        return self.take(handle)
 
     def wait(self, handle: int) -> None:
         """Wait for an operation, and leave its result to whoever asks for it next.
@@ -121,12 +93,26 @@ class Waiter:
             TimeoutError: the other ranks did not take part in time.
             Exception: what `check` raises.
         """
-        poll = self._hvd.poll
-        is_done = wait_until(
-            lambda: poll(handle), self._timeout_s, self._wait_done, spin_s=self._spin_s, check=self._check
-        )
-        if not is_done:
+        if not self.until(functools.partial(self.is_done, handle), self._timeout_s):
             raise TimeoutError(
                 f"The other ranks did not take part in an exchange within {self._timeout_s:g} s: one of them "
                 f"is stuck, or much slower. If that is meant, raise --startup-timeout-s"
             )
+
+    def until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
+        """Ask whenever an operation is completed whether something is done; return False if it is not in time.
+
+        Args:
+            is_done: becomes true when Horovod completes an operation.
+        """
+        began = time.monotonic()
+        seen = self._wait_done(-1, 0.0)  # before the question: what is completed after it ends the wait
+        while not is_done():
+            waited = time.monotonic() - began
+            if waited < self._spin_s:
+                continue
+            self._check()
+            if waited > timeout_s:
+                return False
+            seen = self._wait_done(seen, min(MAX_WAIT_S, max(0.0, timeout_s - waited) + PAUSE_S))
+        return True

@@ -24,7 +24,7 @@ from hvd_trainer.backends.horovod_start import (
     patch_set,
     serve_horovod,
 )
-from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, completes_asynchronously, wait_done, wait_until
+from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, Waiter, completes_asynchronously
 from hvd_trainer.c10d.process_sets import ProcessSets
 from hvd_trainer.c10d.work import Completer, HorovodWork, Operation
 from hvd_trainer.errors import BackendError
@@ -85,7 +85,8 @@ class HorovodContext:
             self.hvd.init()
         self.operations: ModuleType = importlib.import_module("horovod.torch.mpi_ops")
         self.process_sets = ProcessSets(self.hvd, store, rank, size)
-        self.completer = Completer(wait_done(self.hvd))
+        self.waiter = Waiter(self.hvd, MAX_LEAVE_S)
+        self.completer = Completer(self.waiter)
         self._kinds: dict[str, Counter[str]] = {}
         self._begun: Counter[str] = Counter()
         self._under_way: dict[str, HorovodWork] = {}
@@ -118,7 +119,7 @@ class HorovodContext:
         previous = self._under_way.get(operation.name)
         if previous is not None and previous.advance():
             previous = None
-        work = HorovodWork(self.hvd, operation, previous, self.completer, self._forget)
+        work = HorovodWork(self.waiter, operation, previous, self.completer, self._forget)
         with self._lock:
             self._under_way[operation.name] = work
         if work.advance():
@@ -150,9 +151,9 @@ class HorovodContext:
         try:
             flag = torch.zeros(1, dtype=torch.int32)
             handle = self.hvd.allreduce_async_(flag, op=self.hvd.Sum, name="c10d.close")
-            wait_until(lambda: bool(self.hvd.poll(handle)), MAX_LEAVE_S, self.completer.wait_done)
-        except (RuntimeError, ValueError):
-            return  # another rank has ended Horovod
+            self.waiter.wait(handle)
+        except (RuntimeError, ValueError, TimeoutError):
+            return  # another rank has ended Horovod, or does not come
 
 
 def meet(store: dist.Store, rank: int, size: int) -> tuple[World, list[RankInfo], str]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hvd_trainer.backends.horovod_waiter import MAX_WAIT_S, WaitDone, follow, wait_until
+from hvd_trainer.backends.horovod_waiter import Waiter
 from hvd_trainer.errors import first_line
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.threads import start_thread
@@ -59,14 +59,14 @@ class HorovodWork(dist._Work):
 
     def __init__(
         self,
-        hvd: ModuleType,
+        waiter: Waiter,
         operation: Operation,
         previous: HorovodWork | None,
         completer: Completer,
         on_done: Callable[[HorovodWork], None],
     ) -> None:
         super().__init__()
-        self._hvd, self._previous, self._completer, self._on_done = hvd, previous, completer, on_done
+        self._waiter, self._previous, self._completer, self._on_done = waiter, previous, completer, on_done
         self.name, self.group, self.number = operation.name, operation.group, operation.number
         self._operation: Operation | None = operation
         self._result, self._timeout_s = operation.result, operation.timeout_s
@@ -116,9 +116,9 @@ class HorovodWork(dist._Work):
     def _has_received(self) -> bool:
         assert self._handles is not None
         while self._handles:
-            if not self._hvd.poll(self._handles[0]):
+            if not self._waiter.is_done(self._handles[0]):
                 return False
-            self._received.append(follow(self._hvd.synchronize(self._handles.pop(0))))
+            self._received.append(self._waiter.take(self._handles.pop(0)))
         assert self._operation is not None
         self._operation.finish(self._received)
         if self._stream is not None:
@@ -189,7 +189,7 @@ class HorovodWork(dist._Work):
             torch.distributed.DistBackendError: it failed, or did not end in time.
         """
         timeout_s = timeout.total_seconds() if timeout > NO_TIMEOUT else self._timeout_s
-        if not wait_until(self.advance, timeout_s, self._completer.wait_done):
+        if not self._waiter.until(self.advance, timeout_s):
             raise dist.DistBackendError(self._timeout_text(timeout_s))
         if self._error is not None:
             raise self._error
@@ -250,11 +250,11 @@ class Completer:
     (PowerSGD's do), it lets another one ask.
 
     Args:
-        wait_done: waits until Horovod has completed an operation.
+        waiter: waits until Horovod has completed an operation.
     """
 
-    def __init__(self, wait_done: WaitDone) -> None:
-        self.wait_done = wait_done
+    def __init__(self, waiter: Waiter) -> None:
+        self._waiter = waiter
         self._works: list[HorovodWork] = []
         self._changed = threading.Condition()
         self._asking = threading.Lock()
@@ -298,17 +298,16 @@ class Completer:
 
     def _next_done(self) -> list[HorovodWork]:
         """Wait until operations are done, and return them; empty at the end."""
-        while True:
-            seen = self.wait_done(-1, 0.0)
+        done: list[HorovodWork] = []
+
+        def are_some_done() -> bool:
             with self._changed:
-                while not self._works and not self._is_closed:
-                    self._changed.wait()
-                if self._is_closed:
-                    return []
-                works = list(self._works)
-            done = [work for work in works if work.is_done_or_late()]
-            if done:
-                with self._changed:
-                    self._works = [work for work in self._works if work not in done]
-                return done
-            self.wait_done(seen, MAX_WAIT_S)
+                self._changed.wait_for(lambda: self._works or self._is_closed)
+                works = [] if self._is_closed else list(self._works)
+            done.extend(work for work in works if work.is_done_or_late())
+            return bool(done) or not works
+
+        self._waiter.until(are_some_done, math.inf)
+        with self._changed:
+            self._works = [work for work in self._works if work not in done]
+        return done

@@ -8,18 +8,16 @@ finish    the rest is reduced, whatever is missing as zeros, and the results are
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hvd_trainer.backends.buckets import Bucket, assign
+from hvd_trainer.backends.buckets import Bucket, BucketExchange, GradientBuckets, assign
 from hvd_trainer.hvd.collective import Collective, Operation
 from hvd_trainer.hvd.common.bucket_schedule import BucketSize
 from hvd_trainer.hvd.common.controller import Controller
@@ -63,18 +61,7 @@ class Reduction:
     """one of those of `Compression`"""
 
 
-class Exchange(Protocol):
-    """Reduces the buckets of one optimizer: the interface of `BucketSchedule` and `NegotiatedBuckets`."""
-
-    @property
-    def is_over(self) -> bool: ...
-
-    def send(self, bucket: Tensor) -> None: ...
-
-    def wait(self, number: int) -> None: ...
-
-
-class NegotiatedBuckets:
+class NegotiatedBuckets(BucketExchange):
     """Buckets on accelerators, each reduced by an operation that all members have asked for.
 
     So all that a process set exchanges on a device is queued by one thread at a time, on one communicator, in one
@@ -87,97 +74,20 @@ class NegotiatedBuckets:
     def __init__(self, process_set: ProcessSet, controller: Controller, names: Sequence[str], op: int) -> None:
         self._process_set, self._controller, self._names = process_set, controller, names
         self._op = Op.SUM if op == Op.AVERAGE else op
-        self._sent: list[Operation] = []
+        self._sent: dict[int, Operation] = {}
 
     @property
     def is_over(self) -> bool:
         """Whether operations have ended."""
         return self._controller.ended is not None
 
-    def send(self, bucket: Tensor) -> None:
-        """Start to reduce the next bucket of this step, in place."""
-        name = self._names[len(self._sent)]
-        asked = Collective(Kind.ALLREDUCE, [bucket], name, self._process_set, op=self._op)
-        self._sent.append(asked.submit(in_place=True))
+    def send(self, bucket: Bucket) -> None:
+        name = self._names[bucket.number]
+        asked = Collective(Kind.ALLREDUCE, [bucket.flat], name, self._process_set, op=self._op)
+        self._sent[bucket.number] = asked.submit(in_place=True)
 
-    def wait(self, number: int) -> None:
-        """Let the current stream wait until a bucket of this step is reduced; all in turn, as they were sent."""
-        self._sent[number].outputs()
-        if number == len(self._names) - 1:
-            self._sent = []
-
-
-class GradientBuckets:
-    """Reduces the gradients of some parameters in each step.
-
-    Args:
-        buckets: in the order in which they are reduced.
-
-    Attributes:
-        parameters: whose gradients they are.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket], exchange: Exchange, reduction: Reduction) -> None:
-        self._buckets, self._exchange, self._reduction = buckets, exchange, reduction
-        self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
-        self.parameters = self._bucket_of.keys()
-        self._num_sent = 0
-        # On several devices gradients are finished by several threads.
-        self._lock = threading.Lock()
-
-    @property
-    def are_over(self) -> bool:
-        """Whether there is no further step: a member has joined, or operations have ended."""
-        return self._exchange.is_over
-
-    def add(self, parameter: Tensor) -> None:
-        """Take a parameter's gradient, which is finished; once in a step."""
-        with self._lock:
-            self._bucket_of[parameter].missing -= 1
-            while self._num_sent < len(self._buckets) and not self._buckets[self._num_sent].missing:
-                self._send_next()
-
-    def send_rest(self) -> None:
-        """Start to reduce what `add` has not."""
-        while self._num_sent < len(self._buckets):
-            self._send_next()
-
-    def _send_next(self) -> None:
-        bucket = self._buckets[self._num_sent]
-        self._num_sent += 1
-        grads = []
-        for parameter in bucket.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            grads.append(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
-        torch._foreach_copy_(bucket.views, grads)
-        if self._reduction.factor_before != 1.0:
-            bucket.flat.mul_(self._reduction.factor_before)
-        self._exchange.send(bucket.flat)
-
-    def receive(self, store: Callable[[Sequence[Tensor], Sequence[Tensor]], None]) -> None:
-        """Wait for the results of a step, bucket by bucket, and begin the next step.
-
-        Args:
-            store: called with parameters and their reduced gradients, which the next step overwrites.
-
-        Raises:
-            HorovodInternalError: operations have ended.
-        """
-        self._num_sent = 0
-        for bucket in self._buckets:
-            bucket.missing = len(bucket.parameters)
-        for number, bucket in enumerate(self._buckets):
-            self._exchange.wait(number)
-            if self._reduction.factor_after != 1.0:
-                bucket.flat.mul_(self._reduction.factor_after)
-            store(bucket.parameters, bucket.views)
-
-    def abandon(self) -> None:
-        """Forget the gradients of a step that has begun; the other ranks are not kept waiting for them."""
-        if any(bucket.missing < len(bucket.parameters) for bucket in self._buckets):
-            self.send_rest()
-            self.receive(lambda parameters, reduced: None)
+    def receive(self, bucket: Bucket) -> None:
+        self._sent.pop(bucket.number).outputs()
 
 
 def propose(
@@ -214,19 +124,22 @@ def propose(
         if any(other != described[0] for other in described):
             return None
         buckets = [
-            Bucket.of([parameters[gradient.name] for gradient in bucket], DTYPES[bucket[0].dtype])
-            for bucket in proposals[0].buckets
+            Bucket.of([parameters[gradient.name] for gradient in bucket], number, DTYPES[bucket[0].dtype])
+            for number, bucket in enumerate(proposals[0].buckets)
         ]
-        if not all(accelerator.is_host(bucket.flat.device) for bucket in buckets):
+        on_host = all(accelerator.is_host(bucket.flat.device) for bucket in buckets)
+        exchange: BucketExchange
+        if on_host:
+            sizes = [BucketSize(len(bucket.flat), bucket.flat.dtype) for bucket in buckets]
+            all_names = [f"allreduce.{gradient.name}" for bucket in proposals[0].buckets for gradient in bucket]
+            exchange = schedule = controller.schedules.open(sizes, all_names, GROUP_OPS[reduction.op])
+        else:
             firsts = [f"bucket.{bucket[0].name}" for bucket in proposals[0].buckets]
-            return GradientBuckets(
-                buckets, NegotiatedBuckets(process_set, controller, firsts, reduction.op), reduction
-            )
-        sizes = [BucketSize(len(bucket.flat), bucket.flat.dtype) for bucket in buckets]
-        all_names = [f"allreduce.{gradient.name}" for bucket in proposals[0].buckets for gradient in bucket]
-        schedule = controller.schedules.open(sizes, all_names, GROUP_OPS[reduction.op])
-        result = GradientBuckets(buckets, schedule, reduction)
-        weakref.finalize(result, controller.schedules.release, schedule.number)
+            exchange = NegotiatedBuckets(process_set, controller, firsts, reduction.op)
+        before, after = reduction.factor_before, reduction.factor_after
+        result = GradientBuckets(buckets, exchange, factor_before=before, factor_after=after)
+        if on_host:
+            weakref.finalize(result, controller.schedules.release, schedule.number)
         return result
 
     signature = Signature(

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvd_trainer.backends.buckets import Bucket, GradientBuckets
 from hvd_trainer.hvd.common import basics
 from hvd_trainer.hvd.common.controller import Controller
 from hvd_trainer.hvd.common.process_sets import ProcessSet, global_process_set
 from hvd_trainer.hvd.common.request import Op, Request
 from hvd_trainer.hvd.common.util import split_list
 from hvd_trainer.hvd.compression import Compression, Compressor
-from hvd_trainer.hvd.gradient_buckets import GradientBuckets, Reduction, propose
+from hvd_trainer.hvd.gradient_buckets import Reduction, propose
 from hvd_trainer.hvd.mpi_ops import allreduce_async_, sparse_allreduce_async, synchronize
 from hvd_trainer.utils.tensors import parameters_of
 
@@ -171,7 +172,7 @@ class _GradientReducer(_BackwardPasses):
     _dense: list[Tensor] = field(default_factory=list, init=False)
     """those of them that travel as dense tensors, in the order in which they were started"""
     _buckets: list[GradientBuckets] = field(default_factory=list, init=False)
-    _buckets_of: dict[Tensor, GradientBuckets] = field(default_factory=dict, init=False)
+    _place_of: dict[Tensor, tuple[GradientBuckets, Bucket]] = field(default_factory=dict, init=False)
     _proposed: tuple[Controller, Request] | None = field(default=None, init=False)
     _is_in_step: bool = field(default=False, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -191,11 +192,12 @@ class _GradientReducer(_BackwardPasses):
         with self._lock:
             if not self._is_in_step:
                 self._begin_step()
-        buckets = self._buckets_of.get(parameter)
-        if buckets is None:
+        place = self._place_of.get(parameter)
+        if place is None:
             self._start(parameter)
         else:
-            buckets.add(parameter)
+            buckets, bucket = place
+            buckets.add(bucket)
 
     def _begin_step(self) -> None:
         """Take the buckets that ranks have agreed on since the last step, and leave those that are over.
@@ -209,8 +211,9 @@ class _GradientReducer(_BackwardPasses):
             self._proposed = None
             if request.error is None and request.result is not None:
                 self._buckets.append(request.result)
-        self._buckets = [buckets for buckets in self._buckets if not buckets.are_over]
-        self._buckets_of = {it: buckets for buckets in self._buckets for it in buckets.parameters}
+        self._buckets = [buckets for buckets in self._buckets if not buckets.exchange.is_over]
+        places = [(buckets, bucket) for buckets in self._buckets for bucket in buckets.buckets]
+        self._place_of = {parameter: place for place in places for parameter in place[1].parameters}
 
     def finish(self, optimizer: Optimizer) -> None:
         """Reduce what is not being reduced yet, and store all results in the parameters' gradients.
@@ -223,7 +226,7 @@ class _GradientReducer(_BackwardPasses):
         if not self._is_in_step:
             self._begin_step()
         for parameter in self._hooked:
-            if parameter not in self._buckets_of and parameter not in self._started:
+            if parameter not in self._place_of and parameter not in self._started:
                 self._start(parameter)
         for buckets in self._buckets:
             buckets.send_rest()
@@ -300,10 +303,10 @@ def _store(parameter: Tensor, reduced: Tensor) -> None:
         grad.copy_(reduced)
 
 
-def _store_all(parameters: Sequence[Tensor], reduced: Sequence[Tensor]) -> None:
-    """Make dense tensors the gradients of parameters, those that have dense ones in one operation."""
+def _store_all(bucket: Bucket) -> None:
+    """Make a bucket's parts the gradients of its parameters, those that have dense ones in one operation."""
     grads, values = [], []
-    for parameter, value in zip(parameters, reduced, strict=True):
+    for parameter, value in zip(bucket.parameters, bucket.views, strict=True):
         if parameter.grad is None or parameter.grad.is_sparse:
             _store(parameter, value)
         else:

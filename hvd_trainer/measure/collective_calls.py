@@ -28,7 +28,8 @@ OF_HOROVOD = (
 )
 ENGINES = (
     *("/torch/nn/parallel/", "/torch/optim/", "/horovod/torch/optimizer.py", "/hvd_trainer/hvd/optimizer.py"),
-    *("/hvd_trainer/training/loop.py", "/torch/nn/modules/", "/torch/distributed/algorithms/"),
+    *("/hvd_trainer/training/loop.py", "/hvd_trainer/backends/buckets.py"),
+    *("/torch/nn/modules/", "/torch/distributed/algorithms/"),
 )
 """Files of what exchanges by itself: a call that comes through them is not the user's own."""
 MAX_TIMED = 4000

@@ -104,6 +104,42 @@ def test_engines_give_the_same_bits_in_bfloat16(size: int, compression: str) -> 
         assert all(torch.equal(weights[key], tensor) for key, tensor in other.items())
 
 
+class Bags(nn.Module):
+    """An embedding with sparse gradients; optionally a layer with dense ones, and one that is frozen."""
+
+    def __init__(self, dense: bool) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(30, 4, sparse=True)
+        self.frozen = nn.Embedding(30, 4, sparse=True).requires_grad_(False)
+        self.layer = nn.Linear(4, 4) if dense else nn.Identity()
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.layer(self.table(words) + self.frozen(words).mean(1))
+
+
+def train_sparse(backend: str) -> tuple[int, list[dict[str, Tensor]]]:
+    """Train models with sparse gradients, in one pass per step and in three."""
+    words = torch.randint(0, 30, (SAMPLES, 6), generator=torch.Generator().manual_seed(2))
+    points = TensorData(words, words[:, 0] % 4)
+    results = []
+    for dense, accumulate in ((True, 1), (True, 3), (False, 1)):
+        with Trainer(options_of(backend, epochs=1, global_batch_size=36, accumulate=accumulate)) as trainer:
+            model = Bags(dense).double()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            trainer.fit(model, optimizer, nn.functional.cross_entropy, points)
+            results.append(model.state_dict())
+    return trainer.world.rank, results
+
+
+@requires("horovod")
+@pytest.mark.parametrize("size", [2, 3])
+def test_engines_average_sparse_gradients(size: int) -> None:
+    runs = [run_ranks(train_sparse, num_processes=size, args=(backend,)) for backend in ("horovod", "ddp")]
+    for ranks in zip(*(results for run in runs for results in run), strict=True):
+        for other in ranks[1:]:
+            assert relative_difference(other, ranks[0]) < 1e-12
+
+
 @pytest.mark.parametrize("size", [2, 4])  # three would train on one sample twice in each epoch
 @pytest.mark.parametrize("backend", [case("ddp"), case("horovod")])
 def test_ranks_train_the_weights_of_one_process(backend: str, size: int) -> None:

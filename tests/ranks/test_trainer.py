@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from trainings import digest, fit, options_of, signs
 
-from hvd_trainer import Callback, OptionError, RunView, TensorData, Trainer, TrainerOptions, accuracy, parse
+from hvd_trainer import Callback, OptionError, RunView, Trainer, accuracy
 from hvd_trainer.config.options import Decay
 from hvd_trainer.errors import UserError
 from hvd_trainer.jobs.models import conv_net
@@ -542,23 +542,3 @@ def test_terminal_shows_one_progress_bar(launcher: str) -> None:
     assert "samples/s" in text
     assert "[1]<stderr>:" not in text
     assert "done: " in text
-
-
-def train_sparse(backend: str, accumulate: int) -> tuple[int, list[float]]:
-    """Train an embedding with sparse gradients for 4 steps; return the weights."""
-    words = ["--backend", backend, "--epochs", "1", "--batch-size", "4", "--accumulate", str(accumulate)]
-    with Trainer(parse(TrainerOptions, words)) as trainer:
-        model = nn.Sequential(nn.Embedding(16, 4, sparse=True), nn.Flatten(), nn.Linear(8, 1))
-        data = TensorData(torch.arange(64).reshape(32, 2) % 16, torch.linspace(-1, 1, 32).reshape(32, 1))
-        trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss, data)
-        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        return trainer.backend.world.rank, weights.tolist()
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_engines_exchange_sparse_gradients(accumulate: int) -> None:
-    ddp, horovod = (run_ranks(train_sparse, num_processes=2, args=(name, accumulate)) for name in ENGINES)
-    assert ddp[0] == ddp[1]
-    assert horovod[0] == horovod[1]
-    # Horovod divides the rows of each rank, and DDP their sum.
-    assert horovod[0] == pytest.approx(ddp[0], abs=1e-6)

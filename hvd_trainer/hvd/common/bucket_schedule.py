@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hvd_trainer.backends.buckets import Bucket, BucketExchange
 from hvd_trainer.backends.session import Session
 from hvd_trainer.hvd.common import wire
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
@@ -58,7 +59,7 @@ class BucketSize:
     dtype: torch.dtype
 
 
-class BucketSchedule:
+class BucketSchedule(BucketExchange):
     """The buckets of one optimizer.
 
     Args:
@@ -100,7 +101,7 @@ class BucketSchedule:
         """Whether there is no further step, because a member has joined or operations have ended."""
         return self._has_left or self._is_last_step or self._owner.ended is not None
 
-    def send(self, bucket: Tensor) -> None:
+    def send(self, bucket: Bucket) -> None:
         """Start to reduce the next bucket of this step, in place.
 
         Raises:
@@ -113,34 +114,31 @@ class BucketSchedule:
                 if self._num_sent == 0:
                     self._step_began = time.monotonic()
                     self._send_flags(0)
-                self._send(bucket)
+                self._send(bucket.flat)
 
-    def _send(self, bucket: Tensor) -> None:
-        self._works.append(self._gloo.allreduce([bucket], self._options))
+    def _send(self, flat: Tensor) -> None:
+        self._works.append(self._gloo.allreduce([flat], self._options))
         self._num_sent = (self._num_sent + 1) % len(self._sizes)
 
     def _send_flags(self, flags: int) -> None:
         self._transport.mesh.send(bytes([flags]))
 
-    def wait(self, number: int) -> None:
+    def receive(self, bucket: Bucket) -> None:
         """Wait until a bucket of this step is reduced.
-
-        Args:
-            number: of the bucket, from 0. All must be sent, and are waited for in turn.
 
         Raises:
             HorovodInternalError: operations have ended.
         """
         if self._has_left:
             return
-        if number == 0:
+        if bucket.number == 0:
             flags = self._wait_for(self._transport.mesh.receive)
             if any(its[0] & wire.SHUTDOWN for its in flags):
                 self._owner.drive_to_end()
                 raise HorovodInternalError(self._owner.ended)
             self._is_last_step = any(its[0] for its in flags)
-        self._wait_for(lambda: self._transport.wait(self._works[number]))
-        if number == len(self._sizes) - 1:
+        self._wait_for(lambda: self._transport.wait(self._works[bucket.number]))
+        if bucket.number == len(self._sizes) - 1:
             self._works, self._step = [], self._step + 1
             timeline = self._owner.timeline
             if timeline is not None:

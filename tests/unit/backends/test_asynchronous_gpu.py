@@ -19,7 +19,7 @@ from accelerator_stand_in import StandIn
 from torch import nn
 
 from hvd_trainer.backends import EngineOptions, create, exchange_monitor, process_group
-from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION
+from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, Waiter
 from hvd_trainer.c10d.context import _tuning
 from hvd_trainer.c10d.work import HorovodWork, Operation
 from hvd_trainer.faults import stack_dump
@@ -207,8 +207,13 @@ def test_groups_end_after_a_failure_without_what_is_under_way(
 def test_work_is_begun_and_finished_on_the_stream_that_asked_for_it(gpu: StandIn) -> None:
     """Horovod waits for what its caller's stream has computed, and only the default stream waits for Horovod."""
     done: set[int] = set()
-    hvd: Any = SimpleNamespace(poll=done.__contains__, synchronize=lambda handle: torch.zeros(1))
-    completer: Any = SimpleNamespace(add=lambda work: None, wait_done=lambda seen, limit_s: 0)
+    library = SimpleNamespace(horovod_torch_wait_done=lambda seen, limit_s: 0)
+    hvd: Any = SimpleNamespace(
+        poll=done.__contains__,
+        synchronize=lambda handle: torch.zeros(1),
+        mpi_ops=SimpleNamespace(mpi_lib=library),
+    )
+    completer: Any = SimpleNamespace(add=lambda work: None)
 
     def work(number: int, previous: HorovodWork | None) -> HorovodWork:
         operation = Operation(
@@ -221,7 +226,7 @@ def test_work_is_begun_and_finished_on_the_stream_that_asked_for_it(gpu: StandIn
             timeout_s=9,
             description="a sum",
         )
-        return HorovodWork(hvd, operation, previous, completer, lambda work: None)
+        return HorovodWork(Waiter(hvd, 9), operation, previous, completer, lambda work: None)
 
     with accelerator.on_stream(accelerator.new_stream(GPU)):
         first = work(1, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hvd_trainer.backends import horovod_waiter
-from hvd_trainer.backends.buckets import Bucket, BucketExchange, BucketReducer
+from hvd_trainer.backends.buckets import Bucket, BucketExchange, BucketReducer, GradientBuckets
 from hvd_trainer.backends.horovod_waiter import Waiter
 from hvd_trainer.backends.session import LOST_RANK_ERRORS
 from hvd_trainer.errors import BackendError
@@ -43,20 +42,15 @@ class Exchange(BucketExchange):
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.sizes: list[int] = []
-        self._buckets: Sequence[Bucket] = ()
-
-    def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        self._buckets = buckets
 
     def send(self, bucket: Bucket) -> None:
         self.sent.append(bucket.flat.clone())
         self.sizes.append(len(bucket.parameters))
 
-    def receive(self) -> None:
-        for bucket in self._buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                assert parameter.grad is view
-                assert view.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
+    def receive(self, bucket: Bucket) -> None:
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            assert parameter.grad is view
+            assert view.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
 
 
 def exchanged(
@@ -96,6 +90,31 @@ def test_buckets_on_accelerators_use_two_operations(
     assert written == found_sizes == sizes
     assert len(found) == len(expected)
     assert all(torch.equal(mine, wanted) for mine, wanted in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_buckets_go_in_order_where_ranks_match_them_by_it(in_order: bool) -> None:
+    exchange = Exchange()
+    exchange.in_order = in_order  # type: ignore[misc]  of this object alone
+    buckets = [Bucket.of([nn.Parameter(torch.zeros(number + 1))], number) for number in range(4)]
+    gradients = GradientBuckets(buckets, exchange, factor_before=2.0, factor_after=3.0)
+    for bucket in buckets:
+        bucket.parameters[0].grad = torch.ones_like(bucket.parameters[0])
+    for number, sent in ((1, [] if in_order else [1]), (0, [0, 1] if in_order else [1, 0])):
+        gradients.add(buckets[number])
+        assert [len(flat) - 1 for flat in exchange.sent] == sent
+    buckets[3].parameters[0].grad = None
+    gradients.send_rest()
+    assert [flat.tolist() for flat in exchange.sent[2:]] == [[2.0] * 3, [0.0] * 4]
+    reduced: list[list[float]] = []
+    exchange.receive = lambda bucket: None  # type: ignore[method-assign]
+    gradients.receive(lambda bucket: reduced.append(bucket.flat.tolist()))
+    assert reduced == [[6.0], [6.0] * 2, [6.0] * 3, [0.0] * 4]
+    gradients.abandon()
+    assert len(exchange.sent) == 4, "no step has begun"
+    gradients.add(buckets[2])
+    gradients.abandon()
+    assert len(exchange.sent) == 8, "the others wait for all"
 
 
 class BackwardInside(torch.autograd.Function):
