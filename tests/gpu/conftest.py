@@ -27,7 +27,8 @@ LAST = ("test_several", "test_speed", "test_cpu_horovod")
 """Files of tests, in the order in which they run; of the first ones, those without Horovod before it is built."""
 OF_BUILD = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
 """Which NCCL and CUDA Horovod takes, the user may have said; the suite removes these variables later."""
-BUILD_S = 580.0
+BUILD_S, RANKS_S = 580.0, 500.0
+"""Limits of what hangs; below that of a test."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -103,6 +104,8 @@ def in_ranks(pytestconfig: pytest.Config) -> machine.InRanks:
 
     def run(ranks: int, check: Callable[..., Any], *args: Any, env: Mapping[str, Any] | None = None) -> list[Any]:
         variables = {**machine.variables_of(ranks), **(env or {})}
-        return run_ranks(check, num_processes=ranks, launcher=launcher, args=args, env=variables)
+        return run_ranks(
+            check, num_processes=ranks, launcher=launcher, args=args, env=variables, timeout_s=RANKS_S
+        )
 
     return run

@@ -28,7 +28,7 @@ class MarkdownReport:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take in one phase of a test."""
-        self._tests.setdefault(report.nodeid.rpartition("/")[2], []).append(report)
+        self._tests.setdefault(report.nodeid.removeprefix("tests/gpu/"), []).append(report)
         if report.when == "teardown":
             # Horovod may have been built meanwhile.
             self._file.write_text(markdown({**self._facts, **describe_machine()}, self._tests))
@@ -42,15 +42,7 @@ def markdown(facts: Mapping[str, Any], tests: Mapping[str, Sequence[pytest.TestR
         figures = "; ".join(f"{figure}: {value}" for figure, value in phases[-1].user_properties)
         rows.append((name, last.outcome, figures, f"{sum(phase.duration for phase in phases):.1f}"))
         if last.failed:
-            failed += [
-                f"<details><summary>{name}</summary>",
-                "",
-                "````",
-                last.longreprtext,
-                "````",
-                "</details>",
-                "",
-            ]
+            failed += [f"### {name}", "", "````", last.longreprtext, "````", ""]
         elif last.skipped and isinstance(last.longrepr, tuple):
             skipped.append(f"- {name}: {last.longrepr[2]}")
     counts = Counter(outcome for _, outcome, *_ in rows)

@@ -10,7 +10,7 @@ from records import lines
 from ways_to_train import ENGINES, TEXTS
 
 from gpu import speed
-from gpu.machine import KIND, InRanks, Record, cuda_only
+from gpu.machine import ON_CUDA, InRanks, Record, cuda_only
 
 pytestmark = pytest.mark.gpu
 WAYS = (
@@ -37,7 +37,8 @@ def test_step(engine: str, model: str, text: str, in_ranks: InRanks, record_prop
 
 def test_save(in_ranks: InRanks, record_property: Record, tmp_path: Path) -> None:
     """The first save takes the memory; at a later one we aim at the time of two copies to the host and 10 ms."""
-    text = f"{TEXTS} {device_checks.SIZES[str(KIND)]} --backend single --save-every-steps 5"
+    size = device_checks.LARGE if ON_CUDA else device_checks.SMALL
+    text = f"{TEXTS} {size} --optimizer adamw --backend single --save-every-steps 5"
     stalls = {}
     for saves in (1, 4):
         log_dir = tmp_path / str(saves)

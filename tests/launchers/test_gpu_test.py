@@ -108,10 +108,8 @@ def test_test_that_fails_is_in_the_reports(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "selected",
     [
-        "test_failed_rank and ddp and 1-is_killed",
-        pytest.param(
-            "test_failed_rank and (horovod and killed or ddp and (asserts or loops))", marks=pytest.mark.long
-        ),
+        "failed_rank and ddp and killed-1",
+        pytest.param("failed_rank and (horovod and killed or ddp and (asserts or loops))", marks=pytest.mark.long),
         pytest.param("", marks=[pytest.mark.nightly, pytest.mark.timeout(1500)]),
     ],
 )
