@@ -35,9 +35,9 @@ def test_rule(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", ["device_ddp.py", "device_horovod.py"])
 @pytest.mark.parametrize("engine", [case("ddp"), case("horovod")])
 def test_script_by_run_gives_the_same_bits_in_any_order(script: str, engine: str) -> None:
-    found = set()
+    outputs = set()
     for order in ("blocking", "late side streams"):
         job = ["-m", "hvd_trainer", "run", "-np", "2", "--backend", engine, "--", str(SCRIPTS / script)]
-        found.add(launch("python", 1, job, env={startup.DEVICE: order}).stdout)
-    assert len(found) == 1
-    assert "weights" in found.pop()
+        outputs.add(launch("python", 1, job, env={startup.DEVICE: order}).stdout)
+    assert len(outputs) == 1
+    assert "weights" in outputs.pop()

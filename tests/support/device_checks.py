@@ -20,8 +20,8 @@ from ways_to_train import TEXTS
 
 SMALL = "--layers 6 --d-model 64 --d-hid 256"
 LARGE = "--layers 20 --d-model 1024 --d-hid 4096 --synthetic-reviews 400"
-"""Of models whose tensors take more memory than all else, on the pretend device and, with 253 million parameters, on a
-GPU. A test of thousands of samples would gather shards hundreds of times."""
+"""Of models whose tensors take more memory than all else: on the pretend device, and on a GPU, of 253
+million parameters. A test of thousands of samples would gather shards hundreds of times."""
 
 
 def kind() -> str:
@@ -65,15 +65,14 @@ def same_bits(job: str, texts: Sequence[str], folder: str, orders: Sequence[str]
     """Train in each way, and let streams run in all orders; return the weights' digest of each way."""
     digests = {}
     for number, text in enumerate(texts):
-        found = {}
-        for place_of, order in enumerate(orders):
+        trained = []
+        for turn, order in enumerate(orders):
             controls().run_in_order(order)
-            log_dir = f"{folder}/{number}-{place_of}"
+            log_dir = f"{folder}/{number}-{turn}"
             train(job, text, log_dir)
-            if rank() == 0:
-                found[f"{place_of}: {order}"] = digest(log_dir)
-        assert len(set(found.values())) <= 1, f"{text}: other weights in another order of streams: {found}"
-        digests[text] = next(iter(found.values()), "")
+            trained.append(digest(log_dir) if rank() == 0 else "")
+        assert len(set(trained)) == 1, f"{text}: other weights in another of {orders}: {trained}"
+        digests[text] = trained[0]
     return rank(), digests
 
 

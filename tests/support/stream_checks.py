@@ -138,8 +138,8 @@ def c10d_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
             work = dist.all_reduce(values, async_op=True)
         work.wait()
         expected = float(sum(range(number, number + size)))
-        found = (values * 1).tolist()
-        assert found == [expected] * 1000, f"{found[:3]}, not {expected}"
+        together = (values * 1).tolist()
+        assert together == [expected] * 1000, f"{together[:3]}, not {expected}"
         rows = [torch.empty(3, device=gpu) for _ in range(size)]
         dist.all_gather(rows, torch.full((3,), float(rank()), device=gpu))
         assert [row.tolist() for row in rows] == [[float(it)] * 3 for it in range(size)]
