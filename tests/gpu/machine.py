@@ -55,7 +55,7 @@ def facts() -> dict[str, str]:
     """Return what a reader of the report must know of the machine."""
     return {
         "device": f"{COUNT} x {KIND}",
-        "GPUs": gpus_and_driver(),
+        SMI: gpus_and_driver(),
         "links": output_of(SMI, "topo", "-m"),
         "built for": accelerator.built_for(),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if ON_CUDA else "-",
