@@ -22,7 +22,7 @@ from gpu.report import MarkdownReport
 HERE = Path(__file__).parent
 NO_GPU = 69
 """EX_UNAVAILABLE of sysexits.h."""
-FIRST = ("test_installation", "test_training", "test_scripts", "test_failures", "test_streams")
+FIRST = ("test_installation", "test_training", "test_scripts", "test_failed_ranks", "test_streams")
 LAST = ("test_several", "test_speed", "test_cpu_horovod")
 """Files of tests, in the order in which they run; of the first ones, those without Horovod before it is built."""
 OF_BUILD = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
