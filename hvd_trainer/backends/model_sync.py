@@ -36,11 +36,11 @@ def synchronize(
         "optimizer": optimizer.state_dict() if state is None else state,
     }
     first = collectives.broadcast_object(own if collectives.world.is_first else {})
-    theirs, ours = first["tensors"], own["tensors"]
-    if theirs != ours:
+    reference, tensors = first["tensors"], own["tensors"]
+    if reference != tensors:
         difference = next(
-            (f"{b} against {a} on rank 0" for a, b in zip(theirs, ours, strict=False) if a != b),
-            f"{len(ours)} tensors against {len(theirs)} on rank 0",
+            (f"{b} against {a} on rank 0" for a, b in zip(reference, tensors, strict=False) if a != b),
+            f"{len(tensors)} tensors against {len(reference)} on rank 0",
         )
         raise BackendError(
             f"Rank {collectives.world.rank} built another model than rank 0: {difference}. Build it from the same "

@@ -145,8 +145,8 @@ class HorovodProcessGroup(dist.ProcessGroup):
         if len({part.numel() for part in parts}) == 1:
             return self.reduce_scatter_single(output, _join(parts), opts)
         total = _join(parts)
-        begins, mine = [self._all_reduction(total, opts)], _split(total, parts)[self._me]
-        return self._start(f"reduce_scatter of {_op(opts).name}", [total], begins, opts, outputs, [mine])
+        begins, own_part = [self._all_reduction(total, opts)], _split(total, parts)[self._me]
+        return self._start(f"reduce_scatter of {_op(opts).name}", [total], begins, opts, outputs, [own_part])
 
     # Tensors that travel.
 
@@ -384,8 +384,8 @@ class HorovodProcessGroup(dist.ProcessGroup):
         if not len(received):
             return None
         # Horovod resizes what it writes to, which has the right size already: nothing is copied.
-        here, there = self._movable(sent), self._movable(received)
-        return lambda name: self._horovod._allgather_async(here, there, name, self._process_set)
+        source, target = self._movable(sent), self._movable(received)
+        return lambda name: self._horovod._allgather_async(source, target, name, self._process_set)
 
     def _exchange(
         self,
@@ -404,8 +404,8 @@ class HorovodProcessGroup(dist.ProcessGroup):
             targets: where the elements of `received` belong.
         """
         begins: list[Begin] = []
-        here, there = self._movable(sent), self._movable(received)
-        factor = sent.element_size() // here.element_size()
+        source, target = self._movable(sent), self._movable(received)
+        factor = sent.element_size() // source.element_size()
         sizes = torch.tensor([size * factor for size in sent_sizes], dtype=torch.int32)
         expected = torch.tensor([size * factor for size in received_sizes], dtype=torch.int32)
         if self._size == 1:
@@ -413,7 +413,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         else:
             counts = torch.empty_like(expected)
             begins = [
-                lambda name: self._horovod._alltoall_async(here, sizes, there, counts, name, self._process_set)
+                lambda name: self._horovod._alltoall_async(source, sizes, target, counts, name, self._process_set)
             ]
 
         def check(returned: list[Any]) -> None:

@@ -173,12 +173,12 @@ class CheckpointManager:
             newest = max((manifest.step for manifest, _ in checkpoints), default=-1)
         everyone = backend.collectives.all_gather_object(newest)
         if max(everyone) > step:
-            theirs, ours = backend.session.peers[everyone.index(max(everyone))].host, backend.session.peers[0].host
-            here = f"after {step:,} steps" if step >= 0 else "none"
+            host, first_host = (backend.session.peers[rank].host for rank in (everyone.index(max(everyone)), 0))
+            latest = f"after {step:,} steps" if step >= 0 else "none"
             raise CheckpointError(
-                f"{place} on {theirs} has a checkpoint after {max(everyone):,} steps, and on {ours}, where rank "
-                f"0 is, the newest is {here}: the hosts do not share that folder. Name one that they share, or "
-                f"start rank 0 on {theirs}, or copy: scp -r {theirs}:{place.absolute()} "
+                f"{place} on {host} has a checkpoint after {max(everyone):,} steps, and on {first_host}, "
+                f"where rank 0 is, the newest is {latest}: the hosts do not share that folder. Name one that they "
+                f"share, or start rank 0 on {host}, or copy: scp -r {host}:{place.absolute()} "
                 f"{place.absolute().parent}; to leave it: --resume none"
             )
 

@@ -225,10 +225,8 @@ class TrainState:
         if "random" not in partial and any("random" not in rank for rank in state["ranks"]):
             mismatches.append("it has no random state (to reset it: --resume-partial random)")
         if state["progress"]["consumed"] and state["data"] != self.data and "data" not in partial:
-            theirs, ours = state["data"], self.data
-            changed = [
-                f"{key} {theirs.get(key)} (here {ours[key]})" for key in ours if theirs.get(key) != ours[key]
-            ]
+            saved, data = state["data"], self.data
+            changed = [f"{key} {saved.get(key)} (here {data[key]})" for key in data if saved.get(key) != data[key]]
             mismatches.append(
                 f"it was saved inside an epoch of other data: {', '.join(changed)} (to begin that epoch again: "
                 f"--resume-partial data)"
@@ -251,12 +249,12 @@ class TrainState:
 
     def _find_non_numbers(self, state: Mapping[str, Any], name: str) -> list[str]:
         """Return the settings that are numbers here and not in the state: they would fail later, in a step."""
-        ours, theirs = self.others[name].state_dict(), state[name]
-        pairs = [(ours, theirs), *zip(ours.get("param_groups", ()), theirs.get("param_groups", ()), strict=False)]
+        own, saved = self.others[name].state_dict(), state[name]
+        pairs = [(own, saved), *zip(own.get("param_groups", ()), saved.get("param_groups", ()), strict=False)]
         return [
             key
-            for own, loaded in pairs
-            for key, value in own.items()
+            for settings, loaded in pairs
+            for key, value in settings.items()
             if isinstance(value, int | float)
             and not isinstance(loaded.get(key, value), int | float | torch.Tensor)
         ]
@@ -267,16 +265,16 @@ def is_on_other_stage(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
-def find_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return how a saved model's tensors (`theirs`) differ from this model's in name, type and shape."""
+def find_differences(tensors: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Return how a saved model's tensors (`saved`) differ from this model's in name, type and shape."""
     lines = []
-    for name in dict.fromkeys([*ours, *theirs]):
-        if name not in theirs:
-            lines.append(f"{name} {_describe(ours[name])} is not in it")
-        elif name not in ours:
-            lines.append(f"{name} {_describe(theirs[name])} is not in this model")
-        elif _describe(ours[name]) != _describe(theirs[name]):
-            lines.append(f"{name} is {_describe(theirs[name])}, and here {_describe(ours[name])}")
+    for name in dict.fromkeys([*tensors, *saved]):
+        if name not in saved:
+            lines.append(f"{name} {_describe(tensors[name])} is not in it")
+        elif name not in tensors:
+            lines.append(f"{name} {_describe(saved[name])} is not in this model")
+        elif _describe(tensors[name]) != _describe(saved[name]):
+            lines.append(f"{name} is {_describe(saved[name])}, and here {_describe(tensors[name])}")
     more = len(lines) - MAX_LINES
     return [*lines[:MAX_LINES], f"and {more} more"] if more > 0 else lines
 

@@ -6,6 +6,7 @@ device; `evaluation()` yields its share of all samples, each exactly once.
 
 from __future__ import annotations
 
+import multiprocessing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -261,6 +262,11 @@ class DatasetLoader(Loader):
     def _pass(self, epoch: int, batches: Iterable[tuple[BatchKey, Tensor]]) -> Iterator[Batch]:
         self._sampler.epoch, self._sampler.batches = epoch, batches
         return self._to_device(self._loader)
+
+
+# A fork server imports this once, and PyTorch with it. By default it imports no more than the main module: where
+# that imports PyTorch in a function, each loader process did, at every start.
+multiprocessing.set_forkserver_preload(["__main__", __name__])
 
 
 class _WorkerLoader(DataLoader[Any]):

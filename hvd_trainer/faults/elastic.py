@@ -101,10 +101,10 @@ class HorovodElasticDriver:
         world = detect(self._environ)
         self.hosts_changed.clear()  # before the answer, so that a change after it is not missed
         answer = self._get(f"/rank_and_size/{world.host}:{world.local_rank}")
-        found = dict(zip(ANSWER_FIELDS, map(int, answer.split(",")), strict=False))
-        if found["rank"] < 0:
+        place = dict(zip(ANSWER_FIELDS, map(int, answer.split(",")), strict=False))
+        if place["rank"] < 0:
             raise DismissedError(0)
-        set_world(self._environ, **found)
+        set_world(self._environ, **place)
         self.past_worlds += 1
         return detect(self._environ)
 

@@ -12,9 +12,9 @@ from hvd_trainer.utils.text import INSTALL_HOROVOD
 class InstallError(UserError):
     """Horovod cannot be built or installed: what was asked, what was found, what to type."""
 
-    def __init__(self, asked: str, found: str, remedy: str, log: Path | None = None) -> None:
-        self.found = found
-        lines = [asked, f"  found: {found}", f"  type:  {remedy}"]
+    def __init__(self, asked: str, cause: str, remedy: str, log: Path | None = None) -> None:
+        self.found = cause
+        lines = [asked, f"  found: {cause}", f"  type:  {remedy}"]
         if log is not None:
             lines.append(f"  the full log: {log}")
         super().__init__("\n".join(lines))
@@ -54,9 +54,9 @@ def explain(asked: str, log: Path, since: int = 0) -> InstallError:
     with log.open("rb") as file:
         file.seek(since)
         text = file.read().decode(errors="replace")
-    for pattern, found, remedy in CAUSES:
+    for pattern, cause, remedy in CAUSES:
         if re.search(pattern, text):
-            return InstallError(asked, found, remedy, log)
+            return InstallError(asked, cause, remedy, log)
     errors = re.search(r"^.*\b(?:fatal )?(?:error|Error)\b.*$", text, re.MULTILINE)
-    found = errors.group(0).strip()[:300] if errors else (text.strip().splitlines() or ["?"])[-1]
-    return InstallError(asked, found, f"look at the log's end: tail -50 {log}", log)
+    cause = errors.group(0).strip()[:300] if errors else (text.strip().splitlines() or ["?"])[-1]
+    return InstallError(asked, cause, f"look at the log's end: tail -50 {log}", log)

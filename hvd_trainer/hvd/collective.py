@@ -200,7 +200,7 @@ def _of_allgather(forward: Any, grads: list[Tensor]) -> Sequence[Tensor]:
         Collective(Kind.ALLREDUCE, [grad], None, forward.process_set, op=Op.AVERAGE).submit() for grad in grads
     ]
     me = forward.process_set.rank()
-    return [its.result().split(lengths)[me] for its, lengths in zip(started, forward.result, strict=True)]
+    return [work.result().split(lengths)[me] for work, lengths in zip(started, forward.result, strict=True)]
 
 
 def _of_broadcast(forward: Any, grads: list[Tensor]) -> Sequence[Tensor]:

@@ -80,11 +80,11 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Mo
     is_root = basics.rank() == root_rank
     state: Any = optimizer.state_dict() if is_root else None
     # Without their elements: these follow, without being pickled.
-    shapes = tree_map_only(Tensor, lambda its: torch.empty(its.shape, dtype=its.dtype, device="meta"), state)
+    shapes = tree_map_only(Tensor, lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), state)
     shapes = broadcast_object(shapes, root_rank, name="optimizer_state")
     if not is_root:
-        state = tree_map_only(Tensor, lambda its: torch.empty_like(its, device="cpu"), shapes)
-    tensors = [its.detach().contiguous() for its in tree_leaves(state) if isinstance(its, Tensor)]
+        state = tree_map_only(Tensor, lambda leaf: torch.empty_like(leaf, device="cpu"), shapes)
+    tensors = [leaf.detach().contiguous() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
     exchange(tensors, lambda piece: broadcast_(piece, root_rank, "optimizer_state.p"), receives=not is_root)
     if not is_root:
         load_in_place(optimizer, state)

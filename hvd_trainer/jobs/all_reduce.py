@@ -92,12 +92,12 @@ def check_sum(backend: Backend) -> None:
     """
     rank, ranks = backend.world.rank, backend.world.size
     numbers = torch.arange(1000.0)
-    found = backend.collectives.all_reduce(numbers * (rank + 1)).cpu()
+    result = backend.collectives.all_reduce(numbers * (rank + 1)).cpu()
     wanted = numbers * (ranks * (ranks + 1) // 2)
-    if not torch.equal(found, wanted):
-        place = int((found != wanted).nonzero()[0])
+    if not torch.equal(result, wanted):
+        place = int((result != wanted).nonzero()[0])
         raise BackendError(
-            f"{backend.version} adds up wrongly: element {place} of the sum of {ranks} ranks is {found[place]:g} "
+            f"{backend.version} adds up wrongly: element {place} of the sum of {ranks} ranks is {result[place]:g} "
             f"instead of {wanted[place]:g}"
         )
 

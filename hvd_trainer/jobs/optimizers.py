@@ -40,7 +40,7 @@ def make_optimizer(
 def _keep_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Keep this machine's own setting of `fused` when a state is loaded, whichever machine saved it."""
     groups = [
-        {**theirs, "fused": ours["fused"]}
-        for ours, theirs in zip(optimizer.param_groups, state["param_groups"], strict=False)
+        {**saved, "fused": group["fused"]}
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False)
     ]
     return {**state, "param_groups": groups + state["param_groups"][len(groups) :]}

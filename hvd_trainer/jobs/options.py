@@ -146,9 +146,9 @@ class ImdbOptions(TrainerOptions):
         return replace(self, network=network, optimizer=replace(self.optimizer, lr=lr))
 
     def mistakes(self) -> list[str]:
-        found, sizes = [], self.network.sizes
+        mistakes, sizes = [], self.network.sizes
         if sizes.heads > 0 and sizes.d_model % sizes.heads:
-            found.append(f"--heads must divide --d-model, and {sizes.heads} does not divide {sizes.d_model}")
+            mistakes.append(f"--heads must divide --d-model, and {sizes.heads} does not divide {sizes.d_model}")
         if self.data.dataset == "synthetic" and self.data.data_dir is not None:
-            found.append("--dataset synthetic reads no data: leave out --data-dir")
-        return found
+            mistakes.append("--dataset synthetic reads no data: leave out --data-dir")
+        return mistakes

@@ -105,7 +105,7 @@ class PooledHead(nn.Module):
 
     def forward(self, value: Hidden) -> Tensor:
         hidden, padding = value
-        there = self.norm(hidden).masked_fill(padding.unsqueeze(-1) != 0, 0)
+        masked = self.norm(hidden).masked_fill(padding.unsqueeze(-1) != 0, 0)
         count = (padding == 0).sum(dim=1, keepdim=True).clamp(min=1)
-        logits: Tensor = self.classes(self.dropout(there.sum(dim=1) / count))
+        logits: Tensor = self.classes(self.dropout(masked.sum(dim=1) / count))
         return logits

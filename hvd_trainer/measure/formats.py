@@ -40,9 +40,9 @@ def to_json(value: Any) -> str:
 
     def plain(part: Any) -> Any:
         if isinstance(part, Mapping):
-            return {key: plain(its) for key, its in part.items()}
+            return {key: plain(value) for key, value in part.items()}
         if isinstance(part, list | tuple):
-            return [plain(its) for its in part]
+            return [plain(value) for value in part]
         known = part is None or isinstance(part, str | int) or (isinstance(part, float) and math.isfinite(part))
         return part if known else str(part)
 

@@ -25,6 +25,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.utils.import_hooks import ImportHooks
+from hvd_trainer.utils.tensors import parameters_of
 
 
 def leave_out(parts: Collection[str]) -> ExitStack:
@@ -109,12 +110,12 @@ class _Gradients:
         register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._parameters.update(dict.fromkeys(its for group in optimizer.param_groups for its in group["params"]))
+        self._parameters.update(dict.fromkeys(parameters_of(optimizer)))
         self._places = None  # before the next step, gradients may be elsewhere
 
     def _has(self, tensor: Tensor) -> bool:
         if self._places is None:
-            self._places = {its.grad.data_ptr() for its in self._parameters if its.grad is not None}
+            self._places = {weight.grad.data_ptr() for weight in self._parameters if weight.grad is not None}
         return tensor.data_ptr() in self._places
 
     def skipping(self, function: Any, result: Callable[[Tensor], Any]) -> Any:

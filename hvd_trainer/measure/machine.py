@@ -96,7 +96,7 @@ def cpu_control_groups() -> list[Path]:
 
     Any of them may set a limit, and a container may not have the inner ones under their names outside.
     """
-    found: list[Path] = []
+    folders: list[Path] = []
     for line in read_text(OWN_GROUPS).splitlines():
         number, controllers, path = line.split(":", 2)
         if number != "0" and "cpu" not in controllers.split(","):
@@ -104,8 +104,8 @@ def cpu_control_groups() -> list[Path]:
         # Those of version 2 have the number 0.
         tops = [CONTROL_GROUPS] if number == "0" else [CONTROL_GROUPS / controllers, CONTROL_GROUPS / "cpu"]
         parts = Path(path.lstrip("/")).parts
-        found += [top.joinpath(*parts[:length]) for top in tops for length in range(len(parts) + 1)]
-    return found
+        folders += [top.joinpath(*parts[:length]) for top in tops for length in range(len(parts) + 1)]
+    return folders
 
 
 def read_text(file: Path) -> str:

@@ -82,28 +82,28 @@ def _link_folders(user: Path, files: Path, out: Path) -> None:
     _link_files(user, own, str(out), MAX_FILES)
 
 
-def _link_files(source: Path, target: Path, out: str, most: int) -> None:
-    """Make a folder with links to files, and below it such folders of `most` files at most, or else links."""
+def _link_files(source: Path, target: Path, out: str, limit: int) -> None:
+    """Make a folder with links to files, and below it such folders of `limit` files at most, or else links."""
     target.mkdir()
     for entry in _entries(source):
         if entry.path == out:
             continue
         is_open = entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
-        count = _count(entry.path, out, most) if is_open else 0
-        if is_open and count <= most:
-            _link_files(Path(entry.path), target / entry.name, out, most)
-            most -= count
+        count = _count(entry.path, out, limit) if is_open else 0
+        if is_open and count <= limit:
+            _link_files(Path(entry.path), target / entry.name, out, limit)
+            limit -= count
         else:
             (target / entry.name).symlink_to(entry.path)
 
 
-def _count(folder: str, out: str, most: int) -> int:
-    """Return how many files are in a folder and below it; any number above `most` if they are more."""
+def _count(folder: str, out: str, limit: int) -> int:
+    """Return how many files are in a folder and below it; any number above `limit` if they are more."""
     count = 0
     for path, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and os.path.join(path, name) != out]
         count += len(folders) + len(names)
-        if count > most:
+        if count > limit:
             break
     return count
 

@@ -115,23 +115,23 @@ def end_processes(folder: Path) -> None:
     """
     deadline = time.monotonic() + END_S
     # Again and again: one may start another meanwhile.
-    while found := find_processes(folder):
+    while processes := find_processes(folder):
         if time.monotonic() > deadline:
-            raise LaunchError(f"These processes of a run do not end: {', '.join(str(p.pid) for p in found)}")
-        for process in found:
+            raise LaunchError(f"These processes of a run do not end: {', '.join(str(p.pid) for p in processes)}")
+        for process in processes:
             with suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(found, timeout=0.5)
+        psutil.wait_procs(processes, timeout=0.5)
 
 
 def find_processes(folder: Path) -> list[psutil.Process]:
     """Return the living processes of a run in this folder."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return [process for process in found if process.pid != os.getpid()]
+                processes.append(process)
+    return [process for process in processes if process.pid != os.getpid()]
 
 
 @contextmanager

@@ -36,13 +36,13 @@ class SwitchReader:
     def find(self) -> None:
         """Find the parameters and wrapped models among all objects; it takes a while."""
         # Not by isinstance, for which some proxies among all objects compute their class, and warn.
-        for it in gc.get_objects():
-            if issubclass(type(it), DistributedDataParallel):
-                if it.find_unused_parameters and not it.static_graph:
-                    self._searching.add(it)
-            elif type(it) is torch.nn.Parameter and it.requires_grad:
-                self._elements += it.numel()
-                self._doubles += it.numel() if it.dtype == torch.float64 else 0
+        for candidate in gc.get_objects():
+            if issubclass(type(candidate), DistributedDataParallel):
+                if candidate.find_unused_parameters and not candidate.static_graph:
+                    self._searching.add(candidate)
+            elif type(candidate) is torch.nn.Parameter and candidate.requires_grad:
+                self._elements += candidate.numel()
+                self._doubles += candidate.numel() if candidate.dtype == torch.float64 else 0
 
     def look(self) -> None:
         """Take note of what is on at this moment."""

@@ -198,9 +198,9 @@ class FileGuard:
         if self._is_of_a_program(real):
             return
         with suppress(FileNotFoundError):
-            its = os.lstat(real)
+            status = os.lstat(real)
             # An empty file, such as a lock, has nothing to lose.
-            if its.st_mtime < self._trial.began_at and (its.st_size or stat.S_ISDIR(its.st_mode)):
+            if status.st_mtime < self._trial.began_at and (status.st_size or stat.S_ISDIR(status.st_mode)):
                 raise OwnFileError(
                     f"{real} is a file of yours, and no trial may change it. Write {FOLDER} where the script is "
                     f"told that path: each trial has a folder of its own"

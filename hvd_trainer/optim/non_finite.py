@@ -104,9 +104,9 @@ class NonFiniteGuard:
 
     def _first_bad_weights(self) -> int:
         """Return the last step if a weight on this rank is not finite; else `NEVER`."""
-        here = (p.detach() for p in self._model.parameters() if p.requires_grad and not p.is_meta)
+        tensors = (p.detach() for p in self._model.parameters() if p.requires_grad and not p.is_meta)
         weights = [
-            w.to_local() if hasattr(w, "to_local") else w for w in here
+            w.to_local() if hasattr(w, "to_local") else w for w in tensors
         ]  # DTensor: a slice, with `--shard full`
         weights = [w for w in weights if w.numel()]
         if not weights:

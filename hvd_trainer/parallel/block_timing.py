@@ -31,7 +31,7 @@ def time_blocks(
     value, times = inputs, []
     with isolated_rng(device), torch.enable_grad():
         for block in blocks:
-            here = copy.deepcopy(block).to(device).train()
+            module = copy.deepcopy(block).to(device).train()
             taken: list[float] = []
             start = _now(device)
             for number in range(NUM_WARM_UP + NUM_ROUNDS):
@@ -39,7 +39,7 @@ def time_blocks(
                 if taken and began - start > MAX_BLOCK_S:
                     break
                 with mixed_precision(device, precision):
-                    outputs = here(value)
+                    outputs = module(value)
                 roots = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
                 if roots:
                     torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])

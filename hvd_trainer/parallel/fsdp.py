@@ -128,7 +128,7 @@ class FSDPShards:
     def shard_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's shards of a model's state, by name."""
         return {
-            name: _local_shard(state[name], ours) for name, ours in model.state_dict().items() if name in state
+            name: _local_shard(state[name], like) for name, like in model.state_dict().items() if name in state
         }
 
     def evaluation(self, loader: Loader) -> Iterator[Batch | None]:

@@ -95,10 +95,10 @@ def number_virtual_ranks(peers: list[RankInfo]) -> list[RankInfo]:
     """
     numbered = list(peers)
     for node in {peer.node for peer in peers}:
-        here = [rank for rank, peer in enumerate(peers) if peer.node == node]
-        gpus = {peers[rank].gpu for rank in here} - {None}
-        if len(gpus) == len(here) > 1 and not any(peers[rank].local_rank for rank in here):
-            for number, rank in enumerate(here):
+        members = [rank for rank, peer in enumerate(peers) if peer.node == node]
+        gpus = {peers[rank].gpu for rank in members} - {None}
+        if len(gpus) == len(members) > 1 and not any(peers[rank].local_rank for rank in members):
+            for number, rank in enumerate(members):
                 numbered[rank] = replace(peers[rank], local_rank=number)
     return numbered
 

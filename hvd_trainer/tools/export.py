@@ -33,11 +33,11 @@ def main(argv: Sequence[str]) -> int:
         CheckpointError: there is no whole checkpoint, or the file cannot be written.
     """
     options = read_words(Options, argv, program=f"{COMMAND} export")
-    found = storage.restore(None, options.checkpoint)
-    assert found.state is not None
+    restored = storage.restore(None, options.checkpoint)
+    assert restored.state is not None
     try:
-        export_tensors(found.state["model"], options.file)
+        export_tensors(restored.state["model"], options.file)
     except (OSError, KeyError) as error:
         raise CheckpointError(f"{options.file} cannot be written: {error}") from error
-    print("\n".join([*found.notes, f"weights are in {options.file}"]))
+    print("\n".join([*restored.notes, f"weights are in {options.file}"]))
     return 0

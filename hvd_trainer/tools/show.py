@@ -47,12 +47,12 @@ class Options:
 
 
 class Line(msgspec.Struct):
-    """What a line of metrics.jsonl must have; older ones have no times."""
+    """The keys that every line of metrics.jsonl has, beside its figures; times are seconds since 1970."""
 
     event: str
     step: int
-    time: float = 0.0
-    started_at: float = 0.0
+    time: float
+    started_at: float
 
 
 @dataclass(frozen=True)
@@ -95,25 +95,25 @@ class Run:
 
     @property
     def starts(self) -> list[float]:
-        """The times of the start and of each restart; empty if they are not known."""
-        return sorted({record["started_at"] for record in self.records if "started_at" in record})
+        """The times of the start and of each restart."""
+        return sorted({record["started_at"] for record in self.records})
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """Return a figure by steps: of the steps that have it, or else of the epochs."""
         for event in ("step", "epoch"):
-            lines = [it for it in self.records if it["event"] == event]
-            if pairs := [(it["step"], it[name]) for it in lines if isinstance(it.get(name), float)]:
+            rows = [row for row in self.records if row["event"] == event]
+            if pairs := [(row["step"], row[name]) for row in rows if isinstance(row.get(name), float)]:
                 return pairs
         return []
 
     def progress(self) -> list[tuple[float, float]]:
         """Return steps by minutes since the start."""
-        return [((it["time"] - self.starts[0]) / 60, it["step"]) for it in self.records if "started_at" in it]
+        return [((row["time"] - self.starts[0]) / 60, row["step"]) for row in self.records]
 
     def marks(self) -> Iterator[tuple[float, str]]:
         """Yield what happened, by minutes since the start: restarts, saves that are still kept, and failures."""
         for text, times in (("restart", self.starts[1:]), ("save", self.saves), ("failure", self.failures)):
-            yield from (((moment - self.starts[0]) / 60, text) for moment in times if self.starts)
+            yield from (((moment - self.starts[0]) / 60, text) for moment in times)
 
 
 def _times(folder: Path) -> list[float]:

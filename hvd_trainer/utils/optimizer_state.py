@@ -25,9 +25,9 @@ def load_in_place(optimizer: Optimizer, state: dict[str, Any]) -> None:
     groups, tensors = optimizer.param_groups, optimizer.state
     optimizer.load_state_dict(state)
     loaded_groups, loaded_tensors = optimizer.param_groups, optimizer.state
-    for ours, loaded in zip(groups, loaded_groups, strict=True):
+    for current, loaded in zip(groups, loaded_groups, strict=True):
         # The optimizer has not moved its settings, such as a learning rate on a GPU, to where they were.
-        _assign(ours, loaded, ("shape", "dtype", "layout"))
+        _assign(current, loaded, ("shape", "dtype", "layout"))
     if loaded_tensors is not tensors:
         _assign(tensors, loaded_tensors, ("shape", "dtype", "layout", "device"))
         for parameter in tensors.keys() - loaded_tensors.keys():
@@ -40,10 +40,10 @@ def load_in_place(optimizer: Optimizer, state: dict[str, Any]) -> None:
     optimizer.param_groups, optimizer.state = groups, tensors
 
 
-def _assign(ours: MutableMapping[Any, Any], loaded: Mapping[Any, Any], alike: Sequence[str]) -> None:
+def _assign(current: MutableMapping[Any, Any], loaded: Mapping[Any, Any], alike: Sequence[str]) -> None:
     """Take over values, tensors into ours if these attributes are equal."""
     for key, value in loaded.items():
-        old = ours.get(key)
+        old = current.get(key)
         if type(old) is dict and type(value) is dict:
             _assign(old, value, alike)
         elif (
@@ -53,4 +53,4 @@ def _assign(ours: MutableMapping[Any, Any], loaded: Mapping[Any, Any], alike: Se
         ):
             old.detach().copy_(value)
         else:
-            ours[key] = value
+            current[key] = value

@@ -151,11 +151,9 @@ def test_torchrun_restart_resumes_from_checkpoint(backend: str, size: int, tmp_p
     assert not list(tmp_path.glob("earlier-*"))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.warm(False)
-@pytest.mark.parametrize(
-    ("launcher", "backend"), [case("torchrun", "ddp"), case("horovodrun", "horovod", when="nightly")]
-)
+@pytest.mark.parametrize(("launcher", "backend"), [case("torchrun", "ddp"), case("horovodrun", "horovod")])
 def test_job_killed_again_and_again_trains_the_same_weights(launcher: str, backend: str, tmp_path: Path) -> None:
     """A rank, the launcher and rank 0, which saves after each step, are killed at random moments."""
     argv = digits_job.argv(backend, tmp_path, [*RESTARTED, "--save-every-steps", "1", "--resume", "auto"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from combinations import case
 from launchers import REPOSITORY, launch
 
 TESTS = REPOSITORY.parent / "shared" / "horovod" / "parallel" / "test_torch.py"
@@ -19,8 +20,7 @@ Three want an operation of a rank unfinished: they fail in a rank that comes las
 MAX_TRIES = 5
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [case(2, when="long"), case(4, when="nightly")])
 def test_horovods_own_tests_pass(size: int) -> None:
     """Real Horovod passes as many, without test_horovod_join_broadcast, on which it hangs."""
     if not TESTS.exists():

@@ -80,7 +80,7 @@ def test_missing_program_is_named(
     programs: Sequence[str], options: Sequence[str], package: str, tmp_path: Path
 ) -> None:
     path = tool_folder(tmp_path / "bin", *programs)
-    message = run_refused("--force", *options, "--wheel-dir", str(tmp_path), PATH=path)
+    message = run_refused("--force", *options, "--wheel-dir", str(tmp_path), PATH=path, CXX="g++")
     assert f"apt-get install {package}" in message
 
 

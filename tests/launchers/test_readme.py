@@ -315,7 +315,9 @@ def in_form(line: str) -> str:
 
 
 @requires("horovodrun")
-@pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.long] * (c == MAIN)) for c in TRANSCRIPTS])
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=[pytest.mark.nightly] * (c == MAIN)) for c in TRANSCRIPTS]
+)
 def test_the_printed_output_is_the_documented_one(
     command: str, root: Path, request: pytest.FixtureRequest
 ) -> None:

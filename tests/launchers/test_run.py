@@ -686,7 +686,7 @@ time.sleep(float(sys.argv[1]))
 """
 
 
-@pytest.mark.warm(False)  # whose ranks are below another process
+@pytest.mark.warm(False)  # whose server would be the parent of the ranks
 @pytest.mark.parametrize("ending", ["end", *(case(name, when="long") for name in ("SIGTERM", "guard")), "SIGKILL"])
 def test_only_daemons_outlive_the_command(ending: str, tmp_path: Path) -> None:
     """What its ranks had started lived on, for as long as it liked."""

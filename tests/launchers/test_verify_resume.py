@@ -22,7 +22,7 @@ RESUMING = ["--log-dir", "{folder}/log", "--resume", "auto"]
     ("backend", "kills", "snapshot", "code", "texts"),
     [
         case("ddp", 2, "snapshot.pt", 0, ["rank ", "the launcher", SAME]),
-        case("horovod", 2, "{folder}/snapshot.pt", 0, ["the launcher", SAME], when="long"),
+        case("horovod", 2, "{folder}/snapshot.pt", 0, ["the launcher", SAME], when="nightly"),
         case("ddp", 1, "", 2, ["The script does not resume: started again after 1 kill"], when="long"),
     ],
 )

@@ -31,10 +31,16 @@ def test_rule(name: str, tmp_path: Path) -> None:
     run_ranks(rule.check, num_processes=rule.ranks, args=rule.in_folder(tmp_path), timeout_s=300)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("script", ["device_ddp.py", "device_horovod.py"])
-@pytest.mark.parametrize("engine", [case("ddp"), case("horovod")])
-def test_script_by_run_gives_the_same_bits_in_any_order(script: str, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "script"),
+    [
+        case("ddp", "device_horovod.py", when="long"),
+        case("horovod", "device_ddp.py", when="long"),
+        case("ddp", "device_ddp.py", when="nightly"),
+        case("horovod", "device_horovod.py", when="nightly"),
+    ],
+)
+def test_script_by_run_gives_the_same_bits_in_any_order(engine: str, script: str) -> None:
     outputs = set()
     for order in ("blocking", "late side streams"):
         job = ["-m", "hvd_trainer", "run", "-np", "2", "--backend", engine, "--", str(SCRIPTS / script)]

@@ -190,7 +190,8 @@ def test_all_trainings_of_a_process_are_recorded(tmp_path: Path) -> None:
 def test_it_is_recorded_whether_a_job_reads_options(tmp_path: Path, start: str) -> None:
     """Of a job that makes them in its code, a search had said that it takes --config."""
     job = tmp_path / "job.py"
-    job.write_text(STREAM.replace("def start():\n    run_job(TrainerOptions, main)", start))
+    guarded = f"if __name__ == '__main__':\n    {start}"
+    job.write_text(STREAM.replace("def start():\n    run_job(TrainerOptions, main)", guarded))
     measured(tmp_path / "log", (str(job),), ranks=1, max_steps=2)
     figures = read_figures(tmp_path / "log", 1, 0)
     assert figures is not None
@@ -254,7 +255,9 @@ def test_run_starts_a_trainer_wherever_it_is_made(tmp_path: Path, words: tuple[s
     (package / "__init__.py").touch()
     (package / "training.py").write_text(STREAM)
     job = tmp_path / "job.py"
-    job.write_text("import importlib\nimportlib.import_module('library.training').start()\n")
+    job.write_text(
+        "import importlib\nif __name__ == '__main__':\n    importlib.import_module('library.training').start()\n"
+    )
     command = ["-m", "hvd_trainer", "run", *words, "--", str(job), "--max-steps", "3"]
     env = {"PYTHONPATH": str(tmp_path / "src")}
     said = launch(QUICKEST, 2, command, env=env).stdout

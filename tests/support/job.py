@@ -18,7 +18,7 @@ import warm_client
 
 REPORT = re.compile(r"^(?:\[\d\]<stderr>:)?(failure: rank .*)$", re.MULTILINE)
 """The first line of a failure report."""
-SETTLE_S = 5.0
+SETTLE_S = 10.0
 """Seconds that ranks may take to vanish after their launcher, before they count as left behind."""
 
 

@@ -22,6 +22,7 @@ import os
 import resource
 import runpy
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -49,7 +50,9 @@ NEEDED = (
     *("hvd_trainer.training.job", "hvd_trainer.jobs.models", "hvd_trainer.training.spawn"),
     *("hvd_trainer.training.trainer", "hvd_trainer.backends.ddp"),
 )
-FAILED_S, ORPHAN_S, POLL_S = 5.0, 5.0, 0.02
+FAILED_S, POLL_S = 5.0, 0.02
+ORPHAN_S = 30.0
+"""How long processes may outlive the ranks: those of a loader look for their parent every 5 seconds."""
 RUN = ["-m", "hvd_trainer", "run"]
 REPLACED = ("horovod.", "hvd_trainer.hvd.", "hvd_trainer.c10d.", "hvd_trainer.backends.horovod")
 """Beginnings of the names, with a dot at their end, of what `hvd_trainer run` gives to a script or imports."""
@@ -99,6 +102,8 @@ def main(address: str) -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+    shutil.rmtree(os.path.dirname(address), ignore_errors=True)
+    os._exit(0)  # at a usual exit the bindings of Triton print a list of leaks
 
 
 def ports_of(server: int) -> Iterator[int]:
@@ -289,9 +294,11 @@ def end_of(ranks: set[int], connection: socket.socket) -> int:
     deadline = time.monotonic() + ORPHAN_S
     while left := in_session():
         if time.monotonic() > deadline:
-            print(f"left behind: processes {left}", file=sys.stderr, flush=True)
             for process in left:
-                os.kill(process, signal.SIGKILL)
+                with contextlib.suppress(OSError):
+                    command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    print(f"left behind: process {process}: {command}", file=sys.stderr, flush=True)
+                    os.kill(process, signal.SIGKILL)
             return LEFT_BEHIND
         time.sleep(POLL_S)
     return code

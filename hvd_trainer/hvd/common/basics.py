@@ -141,7 +141,8 @@ class Runtime(Engine):
     @property
     def has_broken(self) -> bool:
         """Whether an exchange has failed, as one with a lost rank does."""
-        return any(its.ended is not None and not its.shut_down_by for its in self._controllers.values())
+        controllers = self._controllers.values()
+        return any(controller.ended is not None and not controller.shut_down_by for controller in controllers)
 
     @property
     def local_sizes(self) -> list[int]:
@@ -200,13 +201,13 @@ class Runtime(Engine):
         return result
 
     def _remove_set(self, ranks: list[int]) -> int | None:
-        found = next((set_id for set_id, its in self.set_ranks.items() if its == ranks and set_id), None)
-        if found is not None:
-            del self.set_ranks[found]
-            controller = self._controllers.pop(found, None)
+        removed = next((set_id for set_id, members in self.set_ranks.items() if members == ranks and set_id), None)
+        if removed is not None:
+            del self.set_ranks[removed]
+            controller = self._controllers.pop(removed, None)
             if controller is not None:
                 controller.abort("The process set has been removed.")
-        return found
+        return removed
 
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
         """Record operations from now on, in a file that rank 0 writes."""

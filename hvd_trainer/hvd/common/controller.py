@@ -271,9 +271,9 @@ class Controller:
             self.timeline.add_cycle()
         with self.session.activity.waiting():
             messages = self._transport.mesh.exchange(message)
-        flags = [wire.read(member, its, self._matcher) for member, its in enumerate(messages)]
+        flags = [wire.read(member, message, self._matcher) for member, message in enumerate(messages)]
         if any(flags):
-            self._note_joined([member for member, its in enumerate(flags) if its & wire.JOINED])
+            self._note_joined([member for member, bits in enumerate(flags) if bits & wire.JOINED])
         if self._idle_rounds == MAX_IDLE_ROUNDS:
             self._matcher.refuse_conflicts()
         responses = self._matcher.take_responses()
@@ -322,7 +322,7 @@ class Controller:
 
     def _end_round(self, flags: Sequence[int]) -> None:
         """Act on who has joined or shuts down."""
-        shut = [self.ranks[member] for member, its in enumerate(flags) if its & wire.SHUTDOWN]
+        shut = [self.ranks[member] for member, bits in enumerate(flags) if bits & wire.SHUTDOWN]
         if shut:
             self.shut_down_by = shut
             self._end(SHUT_DOWN.format(who=f"rank {shut[0]}"))

@@ -132,7 +132,7 @@ class Executor:
             result = rows[self._ranks.index(signature.root)]
         else:
             result = torch.cat(rows)
-            lengths = [its.shapes[0][0] for its in response.signatures if its is not None]
+            lengths = [peer.shapes[0][0] for peer in response.signatures if peer is not None]
             request.outputs = [result.view(sum(lengths), *signature.shapes[0][1:])]
             request.result = [lengths]
             return
@@ -270,14 +270,14 @@ class Executor:
         response, request = jobs[0]
         assert request is not None
         tensor = request.tensors[0]
-        mine = response.signatures[self._transport.member]
-        assert mine is not None
+        signature = response.signatures[self._transport.member]
+        assert signature is not None
         received_rows = [s.splits[self._transport.member] for s in response.signatures if s is not None]
         output = tensor.new_empty((sum(received_rows), *tensor.shape[1:]))
         row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
         received_bytes = [count * row_bytes for count in received_rows]
-        sent_bytes = [count * row_bytes for count in mine.splits]
-        sent = as_bytes(tensor[: sum(mine.splits)])
+        sent_bytes = [count * row_bytes for count in signature.splits]
+        sent = as_bytes(tensor[: sum(signature.splits)])
         self._transport.all_to_all(as_bytes(output), sent, received_bytes, sent_bytes)
         request.outputs, request.result = [output], received_rows
 

@@ -115,8 +115,8 @@ class TorchState(ObjectState):
 
     def __init__(self, model: nn.Module | None = None, optimizer: Optimizer | None = None, **kwargs: Any) -> None:
         values = {**kwargs, "model": model, "optimizer": optimizer}
-        found = {name: _handler_of(value) for name, value in values.items()}
-        self._handlers = {name: handler for name, handler in found.items() if handler is not None}
+        handlers = {name: _handler_of(value) for name, value in values.items()}
+        self._handlers = {name: handler for name, handler in handlers.items() if handler is not None}
         for name in self._handlers:
             super().__setattr__(name, values.pop(name))
         super().__init__(bcast_object=broadcast_object, get_rank=rank, **values)
@@ -142,7 +142,7 @@ class TorchState(ObjectState):
     def _committed(self) -> dict[str, Any]:
         """Return what was saved of all parts."""
         handlers = {
-            name: {key: its for key, its in vars(handler).items() if key != "value"}
+            name: {key: value for key, value in vars(handler).items() if key != "value"}
             for name, handler in self._handlers.items()
         }
         return {**super()._committed(), "handlers": handlers}
@@ -150,8 +150,8 @@ class TorchState(ObjectState):
     def _load_committed(self, saved: dict[str, Any]) -> None:
         """Make this the saved state of all parts."""
         super()._load_committed(saved)
-        for name, its in saved["handlers"].items():
-            vars(self._handlers[name]).update(its)
+        for name, fields in saved["handlers"].items():
+            vars(self._handlers[name]).update(fields)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(self, name) and name in self._handlers:

@@ -94,8 +94,8 @@ def _replaced(words: tuple[str, ...], axis: Axis, value: str) -> tuple[str, ...]
     """Return the words of a job with another value of an option, at its place, or at the end."""
     is_switch = value in ("true", "false")
     place = next((n for n, word in enumerate(words) if option_of(word) == flag(axis.name)), len(words))
-    found = "".join(words[place : place + 1])
-    typed = found.partition("=")[0] or axis.typed
+    old = "".join(words[place : place + 1])
+    typed = old.partition("=")[0] or axis.typed
     new = ([typed] if value == "true" else []) if is_switch else [typed, value]
-    end = place + 1 if is_switch or "=" in found else place + 2
+    end = place + 1 if is_switch or "=" in old else place + 2
     return (*words[:place], *new, *words[end:])

@@ -111,8 +111,8 @@ def _max_saved(cause: Cause, evidence: Evidence) -> float:
     if cause.kind not in ("exchange", "overlap", "collective") or normal is None or without is None:
         return math.inf
     if cause.kind == "collective":
-        ours, left = (evidence.figure(label, "collective_s") for label in (NORMAL, NO_EXCHANGE))
-        if ours is None or left is None or left[0] > 0.5 * ours[0]:  # that run had them, too
+        before, after = (evidence.figure(label, "collective_s") for label in (NORMAL, NO_EXCHANGE))
+        if before is None or after is None or after[0] > 0.5 * before[0]:  # that run had them, too
             return math.inf
     return max(0.0, normal[0] - without[0])
 

@@ -79,19 +79,19 @@ def find_causes(evidence: Evidence) -> list[Cause]:
 
 def find_candidates(evidence: Evidence) -> list[Cause]:
     """Return the causes that are worth an action, also those within the noise, the largest first."""
-    found = list(_of_limits(evidence))
-    found += _of_queue(evidence, _sum(found, "throttled"))
-    limit = MIN_SHARE * quiet_s(evidence, found)
-    found += _of_roles(evidence, limit, is_swapping=_sum(found, "swap") > 0)
-    found += [
+    causes = list(_of_limits(evidence))
+    causes += _of_queue(evidence, _sum(causes, "throttled"))
+    limit = MIN_SHARE * quiet_s(evidence, causes)
+    causes += _of_roles(evidence, limit, is_swapping=_sum(causes, "swap") > 0)
+    causes += [
         *of_starts(evidence),
-        *of_collectives(evidence, limit, _sum(found, "programs")),
+        *of_collectives(evidence, limit, _sum(causes, "programs")),
         *of_lone(evidence),
     ]
-    found += [*_of_stragglers(evidence, limit), *_of_gil(evidence), *_of_hiccups(evidence)]
+    causes += [*_of_stragglers(evidence, limit), *_of_gil(evidence), *_of_hiccups(evidence)]
     for difference in (_of_exchange, _of_contention, _of_overhead):
-        found += difference(evidence, found)
-    return sorted((cause for cause in found if cause.seconds >= limit), key=lambda cause: -cause.seconds)
+        causes += difference(evidence, causes)
+    return sorted((cause for cause in causes if cause.seconds >= limit), key=lambda cause: -cause.seconds)
 
 
 def leading(causes: Sequence[Cause]) -> list[Cause]:
@@ -109,9 +109,9 @@ def _sum(causes: Sequence[Cause], *kinds: str) -> float:
     return sum(cause.seconds for cause in causes if cause.kind in kinds)
 
 
-def _blocked(its: Seconds) -> float:
+def _blocked(cost: Seconds) -> float:
     """Return the fraction of its own time in which it waits."""
-    return its.blocked / max(its.own, 1e-9)
+    return cost.blocked / max(cost.own, 1e-9)
 
 
 def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[Cause]:
@@ -123,20 +123,20 @@ def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[C
         is_swapping: whether the machine swaps: then that is what it waits for, but for data.
     """
     for role in ROLES:
-        each = [table[role] for table in evidence.tables]
-        rank = argmax([-its.own for its in each])
-        profile, its = evidence.profiles[rank], each[rank]
+        costs = [table[role] for table in evidence.tables]
+        rank = argmax([-cost.own for cost in costs])
+        profile, cost = evidence.profiles[rank], costs[rank]
         line = blame(profile, role)
-        seconds, kind, about = its.own, role, ""
+        seconds, kind, about = cost.own, role, ""
         if role == "own forward":
             # What it computes is the training itself; what it waits can be taken out of the step.
-            is_waiting = _blocked(its) > 0.5
-            kind, seconds = ("script", its.blocked) if is_waiting else ("computing", its.own)
+            is_waiting = _blocked(cost) > 0.5
+            kind, seconds = ("script", cost.blocked) if is_waiting else ("computing", cost.own)
             seconds = min(seconds, line.seconds if line else 0.0)
         if role in ("backward", "model") or (role == "script" and line is not None):
-            seconds = min(its.blocked if role == "model" else seconds, line.seconds if line else 0.0)
+            seconds = min(cost.blocked if role == "model" else seconds, line.seconds if line else 0.0)
         if is_swapping and role != "data":
-            seconds = min(seconds, its.cpu * (1 - profile.in_kernel))
+            seconds = min(seconds, cost.cpu * (1 - profile.in_kernel))
         is_own = line is not None or role == "data"
         if role in ("loss", "update", "metric") and line is not None and line.frame.call.endswith(CALLS):
             is_own = False  # the script's own optimizer.step(), say
@@ -145,14 +145,14 @@ def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[C
             continue
         where: object = line or library_line(profile, role) or role
         if role == "data":
-            fetching = _worker_seconds(profile) if profile.workers else its
+            fetching = _worker_seconds(profile) if profile.workers else cost
             kind = "data computes" if fetching.cpu > 0.5 * fetching.own else "data waits"
             line = _worker_line(profile) or line
             where, about = line or "the DataLoader", _about_data(profile, fetching)
-        how = "waits" if _blocked(its) > 0.5 else "computes"
-        text = f"{ms(seconds)} of {ms(evidence.step_s)} ms: {where}; it {how} (CPU time {ms(its.cpu)} ms){about}"
+        how = "waits" if _blocked(cost) > 0.5 else "computes"
+        text = f"{ms(seconds)} of {ms(evidence.step_s)} ms: {where}; it {how} (CPU time {ms(cost.cpu)} ms){about}"
         saved_s = seconds / 2 if role == "update" and line is None else seconds
-        yield Cause(kind, seconds, its.error, text, line, details={"where": str(where), "saved_s": saved_s})
+        yield Cause(kind, seconds, cost.error, text, line, details={"where": str(where), "saved_s": saved_s})
 
 
 def _about_data(profile: RankProfile, fetching: Seconds) -> str:
@@ -185,17 +185,17 @@ def _of_stragglers(evidence: Evidence, limit: float) -> Iterator[Cause]:
     if seconds < limit:
         return
     excess = {
-        role: its.own - mean(tables[rank][role].own for rank in others)
-        for role, its in tables[slowest].items()
+        role: cost.own - mean(tables[rank][role].own for rank in others)
+        for role, cost in tables[slowest].items()
         if role not in (*WAITING, LONE, START)
     }
     if not excess:
         return
     role = max(excess, key=excess.__getitem__)
-    profile, its = evidence.profiles[slowest], tables[slowest][role]
+    profile, cost = evidence.profiles[slowest], tables[slowest][role]
     line = (_worker_line(profile) if role == "data" else None) or blame(profile, role)
-    theirs = mean(busy[rank] for rank in others)
-    text = f"rank {slowest} takes {ms(busy[slowest])} ms of its own a step, the others {ms(theirs)}"
+    others_s = mean(busy[rank] for rank in others)
+    text = f"rank {slowest} takes {ms(busy[slowest])} ms of its own a step, the others {ms(others_s)}"
     per_step = [p.elements / p.steps for p in evidence.profiles]
     usual = mean(per_step[rank] for rank in others)
     is_alone = excess[role] > 0.5 * sum(value for value in excess.values() if value > 0)
@@ -205,12 +205,12 @@ def _of_stragglers(evidence: Evidence, limit: float) -> Iterator[Cause]:
         kind, ratio = "more work", per_step[slowest] / usual
         details = {"ratio": ratio, "saved_s": seconds * len(others) / evidence.ranks}
         text += f"; its batches have {ratio:.3g} times as many elements"
-    elif at_line and (role != "model" or _blocked(its) > 0.5):
+    elif at_line and (role != "model" or _blocked(cost) > 0.5):
         kind, details = "slow line", {"role": role}
         text += at_line
     else:
         kind = "slow rank"
-        cpu = [sum(its.cpu for name, its in table.items() if name not in WAITING) for table in tables]
+        cpu = [sum(cost.cpu for name, cost in table.items() if name not in WAITING) for table in tables]
         text += (
             f"{at_line}, for batches of the same size; its CPU time is {ms(cpu[slowest])} ms, that of the others "
             f"{ms(mean(cpu[r] for r in others))}"
@@ -223,7 +223,7 @@ def _of_stragglers(evidence: Evidence, limit: float) -> Iterator[Cause]:
 
 def _of_gil(evidence: Evidence) -> Iterator[Cause]:
     """Yield what a main thread waits for another thread of Python."""
-    gils = [sum(its.gil for its in table.values()) for table in evidence.tables]
+    gils = [sum(cost.gil for cost in table.values()) for table in evidence.tables]
     rank = argmax(gils)
     profile, seconds = evidence.profiles[rank], gils[rank]
     threads: dict[str, list[Stack]] = defaultdict(list)
@@ -255,8 +255,8 @@ def _of_limits(evidence: Evidence) -> Iterator[Cause]:
     if machine.swapped_pages > MIN_SWAPPED and faults >= 1:
         seconds = max(
             sum(
-                its.blocked + its.cpu * p.in_kernel
-                for role, its in table.items()
+                cost.blocked + cost.cpu * p.in_kernel
+                for role, cost in table.items()
                 if role not in (*WAITING, "data")
             )
             for table, p in zip(evidence.tables, evidence.profiles, strict=True)
@@ -271,9 +271,9 @@ def _of_queue(evidence: Evidence, throttled_s: float) -> Iterator[Cause]:
     # In what a rank waits beyond this, it waits for a slower one, whatever its threads do meanwhile.
     exchange_s = min(sum(table[role].own for role in WAITING) for table in evidence.tables)
     for table, profile in zip(evidence.tables, evidence.profiles, strict=True):
-        queued = sum(its.queued for role, its in table.items() if role not in WAITING)
+        queued = sum(cost.queued for role, cost in table.items() if role not in WAITING)
         # While a main thread waits for an exchange, the threads that carry it out may be in the queue.
-        carriers = profile.queued_s / profile.steps - sum(its.queued for its in table.values())
+        carriers = profile.queued_s / profile.steps - sum(cost.queued for cost in table.values())
         carriers -= profile.slow_queued_s
         waits.append(queued + profile.slow_queued_s + min(exchange_s, max(0.0, carriers)))
     rank = argmax(waits)
@@ -307,7 +307,7 @@ def _of_hiccups(evidence: Evidence) -> Iterator[Cause]:
     profile = evidence.profiles[rank]
     if not profile.slow:
         return
-    role = max((its for its in slow[rank] if its not in WAITING), key=slow[rank].__getitem__, default="exchange")
+    role = max((key for key in slow[rank] if key not in WAITING), key=slow[rank].__getitem__, default="exchange")
     own = [
         stack for stack in profile.main() if stack.role not in (*WAITING, LONE, START) and profile.slow_s(stack)
     ]
@@ -346,7 +346,7 @@ def _of_exchange(evidence: Evidence, known: Sequence[Cause]) -> Iterator[Cause]:
     if evidence.ranks < 2:
         return
     queued = _sum(known, "programs", "gil")
-    least = min((table["exchange"] for table in evidence.tables), key=lambda its: its.own)
+    least = min((table["exchange"] for table in evidence.tables), key=lambda cost: cost.own)
     # What a program beside the job makes an exchange wait is no cost of the exchange.
     seconds, error = max(0.0, least.own - queued), least.error
     text = f"{ms(least.own)} of {ms(evidence.step_s)} ms a rank waits in the exchange that ends last"

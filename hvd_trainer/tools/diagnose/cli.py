@@ -170,8 +170,8 @@ def measure(trials: Trials, options: Options) -> str:
         trials.run(trials.normal, steps)
     variants = plan_variants(trials.evidence(), trials.normal)
     # Another run measures the exchange itself.
-    most = max(0, int(trials.runner.left_s / cost_s) - 1)
-    plan = [variant for _, variant in in_rounds(variants, MAX_ROUNDS)][:most]
+    max_runs = max(0, int(trials.runner.left_s / cost_s) - 1)
+    plan = [variant for _, variant in in_rounds(variants, MAX_ROUNDS)][:max_runs]
     if plan:
         what = f"{plural(len(plan), 'more run')} of {plural(WARMUP_STEPS + steps, 'step')}"
         print(f"{what}: about {len(plan) * cost_s:.0f} s", flush=True)

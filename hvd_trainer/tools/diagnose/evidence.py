@@ -79,7 +79,7 @@ class Evidence:
     @cached_property
     def busy(self) -> list[float]:
         """The seconds of a typical step in which each rank does not wait for the others."""
-        return [sum(its.own for role, its in table.items() if role not in WAITING) for table in self.tables]
+        return [sum(cost.own for role, cost in table.items() if role not in WAITING) for table in self.tables]
 
     @cached_property
     def step_s(self) -> float:

@@ -62,7 +62,7 @@ class MachineWatch:
             if key in self._programs
         }
         return MachineUse(
-            programs={name: its for name, its in cores.items() if its >= MIN_CORES},
+            programs={name: number for name, number in cores.items() if number >= MIN_CORES},
             stolen=(getattr(cpu, "steal", 0.0) - getattr(self._cpu, "steal", 0.0)) / seconds,
             throttled=(_throttled_s() - self._throttled) / seconds,
             swapped_pages=_swapped_pages() - self._pages,
@@ -82,12 +82,12 @@ def other_cores(profiles: Sequence[RankProfile]) -> float:
 
 def _cpu_of_programs() -> dict[tuple[int, float], tuple[str, float]]:
     """Return name and CPU time of each process but this one."""
-    found = {}
+    programs = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             used = process.cpu_times()
-            found[process.pid, process.create_time()] = (_name(process), used.user + used.system)
-    return {key: value for key, value in found.items() if key[0] != psutil.Process().pid}
+            programs[process.pid, process.create_time()] = (_name(process), used.user + used.system)
+    return {key: value for key, value in programs.items() if key[0] != psutil.Process().pid}
 
 
 def _name(process: psutil.Process) -> str:

@@ -152,8 +152,8 @@ class RankProfile:
         limit = slow_from(self.durations) if self.durations else math.inf
         slow = [number for number, seconds in enumerate(self.durations) if seconds > limit]
         # Of N loader processes that are too slow, each N-th batch is late, and the others have come meanwhile.
-        most = min(MAX_SLOW, 0.8 / max(self.processes, 1)) * self.steps
-        self.slow = slow if len(slow) < most else []
+        max_slow = min(MAX_SLOW, 0.8 / max(self.processes, 1)) * self.steps
+        self.slow = slow if len(slow) < max_slow else []
         """the numbers of steps that are slow now and then"""
 
     @property
@@ -215,15 +215,15 @@ class RankProfile:
 
     def roles(self) -> dict[str, Seconds]:
         """Return the seconds of a typical step by role."""
-        found: dict[str, Seconds] = defaultdict(Seconds)
+        table: dict[str, Seconds] = defaultdict(Seconds)
         for stack in self.main():
-            its = self.seconds_of(stack)
+            cost = self.seconds_of(stack)
             if stack.role == "backward" and not self.uses_gpu and not user_frames(stack):
                 # A CPU computes in this thread, but DDP waits there for other ranks.
-                found["exchange"] += Seconds(its.blocked, variance=its.variance)
-                its = Seconds(its.wall - its.blocked, its.cpu, its.queued, its.gil, its.variance)
-            found[stack.role] += its
-        return found
+                table["exchange"] += Seconds(cost.blocked, variance=cost.variance)
+                cost = Seconds(cost.wall - cost.blocked, cost.cpu, cost.queued, cost.gil, cost.variance)
+            table[stack.role] += cost
+        return table
 
     def slow_s(self, stack: Stack) -> float:
         """Return the seconds of a stack in slow steps, all together."""
@@ -388,9 +388,9 @@ def user_frames(stack: Stack, *, whole: bool = False) -> list[Frame]:
         return [frame for frame in stack.frames[stack.first :] if frame.owner == "user"]
     first = "" if whole else BELOW.get(stack.role, "")
     begin = next((n for n, frame in enumerate(stack.frames) if first in frame.file), len(stack.frames))
-    found = [frame for frame in stack.frames[begin:] if frame.owner == "user"]
+    frames = [frame for frame in stack.frames[begin:] if frame.owner == "user"]
     # Of a script, the line that calls main() is in all stacks.
-    return found[1:] if len(found) > 1 and found[0].name == "<module>" else found
+    return frames[1:] if len(frames) > 1 and frames[0].name == "<module>" else frames
 
 
 def hottest_line(

@@ -175,10 +175,10 @@ def _step_bars(diagnosis: Diagnosis) -> Bars:
     bars = []
     for rank, table in enumerate(diagnosis.evidence.tables):
         parts: dict[str, float] = defaultdict(float)
-        for role, its in table.items():
-            parts[PARTS.get(role, role)] += 1000 * its.own
-            parts[QUEUE] += 1000 * its.queued
-            parts[GIL] += 1000 * its.gil
+        for role, cost in table.items():
+            parts[PARTS.get(role, role)] += 1000 * cost.own
+            parts[QUEUE] += 1000 * cost.queued
+            parts[GIL] += 1000 * cost.gil
         shown = [(name, size) for name, size in parts.items() if size > MIN_PART * sum(parts.values())]
         bars.append(
             Bar(f"rank {rank}", sorted(shown, key=lambda part: part[0] in (QUEUE, GIL, PARTS["exchange"])))

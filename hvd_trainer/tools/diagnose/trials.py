@@ -134,10 +134,10 @@ def plan_variants(evidence: Evidence, normal: MeasuredTrial) -> list[MeasuredTri
     known = sum(cause.seconds for cause in causes if cause.kind not in ("exchange", *OF_THE_MACHINE))
     if quiet - known < MIN_REST * quiet:
         return []
-    found = []
+    variants = []
     waits = max(sum(table[role].own for role in WAITING) for table in evidence.tables)
     if waits >= MIN_SHARE * quiet:
-        found.append(replace(normal, label=NO_EXCHANGE, leave_out=("exchange",)))
+        variants.append(replace(normal, label=NO_EXCHANGE, leave_out=("exchange",)))
     if evidence.is_trainer_job:
         # Alone, a rank gets no more than its share of the cores: else its own threads would slow it down, too.
         share = max(1, evidence.cores // ranks)
@@ -145,8 +145,8 @@ def plan_variants(evidence: Evidence, normal: MeasuredTrial) -> list[MeasuredTri
         single = replace(normal, engine="single", ranks=1, threads=alone)
         for label, factor in ((ALONE, 1), (TWICE, 2)):
             sizes = {"global_batch_size": None, "batch_size": factor * facts["batch_size"]}
-            found.append(replace(single, label=label, options=sizes))
+            variants.append(replace(single, label=label, options=sizes))
         if facts["device"] == "cpu" and facts["threads"] > 1:
-            found.append(replace(normal, label=ONE_THREAD, threads=1))
+            variants.append(replace(normal, label=ONE_THREAD, threads=1))
     # Last, for if the budget is short, its stacks are known already.
-    return [*found, normal] if found else []
+    return [*variants, normal] if variants else []

@@ -242,6 +242,6 @@ def look_up(name: str) -> list[str]:
     Raises:
         OSError: there is no such name.
     """
-    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    ordered = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
+    entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    ordered = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
     return list(dict.fromkeys(str(entry[4][0]) for entry in ordered))

@@ -35,19 +35,19 @@ class Finding:
     """measurements, for scripts"""
 
 
-def ok(name: str, found: str, **figures: float) -> Finding:
+def ok(name: str, text: str, **figures: float) -> Finding:
     """Build a finding that needs no action."""
-    return Finding(name, "ok", found, figures=figures)
+    return Finding(name, "ok", text, figures=figures)
 
 
-def warning(name: str, found: str, remedy: str, **figures: float) -> Finding:
+def warning(name: str, text: str, remedy: str, **figures: float) -> Finding:
     """Build a finding with which training works, but slowly or not in all cases."""
-    return Finding(name, "warning", found, remedy, figures)
+    return Finding(name, "warning", text, remedy, figures)
 
 
-def error(name: str, found: str, remedy: str, **figures: float) -> Finding:
+def error(name: str, text: str, remedy: str, **figures: float) -> Finding:
     """Build a finding with which training, or a part of it that was requested, fails."""
-    return Finding(name, "error", found, remedy, figures)
+    return Finding(name, "error", text, remedy, figures)
 
 
 def no_answer(name: str, limit_s: float) -> Finding:

@@ -83,21 +83,21 @@ def judge_cuda(driver: Driver, torch: TorchFacts, environ: Mapping[str, str]) ->
         remedy = "nvidia-smi    (after an update of the driver: reboot; in a container: docker run --gpus all)"
         return error("CUDA", f"nvidia-smi says: {driver.error}", remedy)
     if torch.unsupported is not None:
-        found = f"{torch.unsupported} is here, and ranks cannot train on it, so training runs on the CPU"
+        text = f"{torch.unsupported} is here, and ranks cannot train on it, so training runs on the CPU"
         remedy = "--device cpu    (to say so; ranks train on NVIDIA's, AMD's and Intel's GPUs)"
-        return warning("CUDA", found, remedy)
+        return warning("CUDA", text, remedy)
     if driver.version is None:
         return ok("CUDA", "no NVIDIA driver, so training runs on the CPU")
-    there = f"driver {driver.version} with {plural(len(driver.free_mb), 'GPU')}"
+    text = f"driver {driver.version} with {plural(len(driver.free_mb), 'GPU')}"
     if torch.error is not None:
-        return ok("CUDA", there)
+        return ok("CUDA", text)
     if not torch.cuda:
         remedy = "pip install --force-reinstall torch torchvision    (the builds on PyPI have CUDA)"
-        return warning("CUDA", f"{there}, and this torch is built without CUDA", remedy)
+        return warning("CUDA", f"{text}, and this torch is built without CUDA", remedy)
     if visible_gpus(environ) == ():
-        return warning("CUDA", f"{there}, and {setting} hides them all", f"unset {setting.partition('=')[0]}")
+        return warning("CUDA", f"{text}, and {setting} hides them all", f"unset {setting.partition('=')[0]}")
     remedy = f"update the driver, or install a torch for an older CUDA than {torch.cuda}: https://pytorch.org"
-    return error("CUDA", f"{there}, and torch sees none: {torch.gpu_error or 'it does not say why'}", remedy)
+    return error("CUDA", f"{text}, and torch sees none: {torch.gpu_error or 'it does not say why'}", remedy)
 
 
 def gpu_platform(torch: TorchFacts) -> str:
@@ -110,15 +110,15 @@ def judge_gpu(number: int, gpu: Gpu, torch: TorchFacts, driver: Driver) -> Findi
     name = f"GPU {number}"
     free_mb = driver.free_mb.get(gpu.uuid)
     free = f" ({size(free_mb * 2**20)} free)" if free_mb is not None else ""
-    found = f"{gpu.name}, {size(gpu.memory)}{free}"
-    found += f", compute capability {gpu.capability}" if gpu.capability else ""
+    text = f"{gpu.name}, {size(gpu.memory)}{free}"
+    text += f", compute capability {gpu.capability}" if gpu.capability else ""
     if not torch.cuda or has_code(torch.architectures, gpu.capability):
-        return ok(name, found)
+        return ok(name, text)
     known = ", ".join(torch.architectures)
     remedy = (
         "pip install --upgrade torch torchvision    (an old GPU: a torch for an older CUDA, https://pytorch.org)"
     )
-    return error(name, f"{found}, for which this torch has no code (it has {known})", remedy)
+    return error(name, f"{text}, for which this torch has no code (it has {known})", remedy)
 
 
 def has_code(architectures: Sequence[str], capability: str) -> bool:
@@ -130,11 +130,11 @@ def has_code(architectures: Sequence[str], capability: str) -> bool:
     sm_100f     as sm_100
     compute_90  all from 9.0 on, translated when it is loaded
     """
-    its = tuple(map(int, capability.split(".")))
+    target = tuple(map(int, capability.split(".")))
     for kind, major, minor, suffix in re.findall(r"\b(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(architectures)):
         of = int(major), int(minor)
-        reaches = of[0] == its[0] or (kind == "compute" and not suffix)
-        if of == its or (of < its and reaches and suffix != "a"):
+        reaches = of[0] == target[0] or (kind == "compute" and not suffix)
+        if of == target or (of < target and reaches and suffix != "a"):
             return True
     return False
 
@@ -154,8 +154,8 @@ def check_nccl(context: Context) -> list[Finding]:
     version = torch.nccl_version or torch.nccl
     slowing = [name for name in SLOWING_VARIABLES if environ.get(name) not in (None, "", "0")]
     if len(torch.gpus) > 1 and slowing:
-        found = f"{version}, and {', '.join(slowing)} in this shell slows it down"
-        return [warning("NCCL", found, f"unset {' '.join(slowing)}    (unless you need it)")]
+        text = f"{version}, and {', '.join(slowing)} in this shell slows it down"
+        return [warning("NCCL", text, f"unset {' '.join(slowing)}    (unless you need it)")]
     return [ok("NCCL", f"{version}{'' if torch.gpus else ', for GPUs only: CPUs exchange by Gloo'}")]
 
 

@@ -54,16 +54,16 @@ def check_hosts(context: Context) -> Iterator[Finding]:
     """Check all hosts at the same time by ssh: their versions, their CPUs or GPUs, and their clocks."""
     if not context.hosts:
         return
-    here = facts.host_facts(os.getcwd())
+    local = facts.host_facts(os.getcwd())
     with ThreadPoolExecutor(len(context.hosts)) as threads:
-        for findings in threads.map(partial(_check_host, context, here), context.hosts):
+        for findings in threads.map(partial(_check_host, context, local), context.hosts):
             yield from findings
 
 
-def _check_host(context: Context, here: Mapping[str, Any], host: Host) -> list[Finding]:
+def _check_host(context: Context, local: Mapping[str, Any], host: Host) -> list[Finding]:
     name, ssh = f"ssh {host.name}", context.programs.find("ssh")
     if context.is_here(host):
-        return [ok(name, "this host itself: nothing to reach"), *_judge_slots(host, here)]
+        return [ok(name, "this host itself: nothing to reach"), *_judge_slots(host, local)]
     if ssh is None:
         return [error(name, "there is no ssh here, by which hosts are reached", "apt-get install openssh-client")]
     began = time.time()
@@ -78,10 +78,10 @@ def _check_host(context: Context, here: Mapping[str, Any], host: Host) -> list[F
         return [error(name, f"does not open: {why}", remedy.format(host=host.name))]
     clock = _judge_clock(host, times, asked)
     if said is None:
-        found = f"opens, but {sys.executable} cannot be started there ({why})"
-        return [error(name, found, _copy_remedy(host)), clock]
-    there = json.loads(said[1])
-    return [_judge_versions(host, there, here), *_judge_slots(host, there), clock]
+        text = f"opens, but {sys.executable} cannot be started there ({why})"
+        return [error(name, text, _copy_remedy(host)), clock]
+    remote = json.loads(said[1])
+    return [_judge_versions(host, remote, local), *_judge_slots(host, remote), clock]
 
 
 def _command(context: Context, ssh: str, host: Host) -> list[str]:
@@ -99,27 +99,27 @@ def _command(context: Context, ssh: str, host: Host) -> list[str]:
     return [ssh, *options, host.name, f"sh -c {shlex.quote(f'{date}; {python} && {date}')}"]
 
 
-def _judge_versions(host: Host, there: Mapping[str, Any], here: Mapping[str, Any]) -> Finding:
+def _judge_versions(host: Host, remote: Mapping[str, Any], local: Mapping[str, Any]) -> Finding:
     name = f"ssh {host.name}"
-    ours, theirs = here["versions"], there["versions"]
+    versions, remote_versions = local["versions"], remote["versions"]
     unlike = {
-        package: f"{package} is {theirs[package] or 'missing'} there and {version or 'missing'} here"
-        for package, version in ours.items()
-        if theirs[package] != version
+        package: f"{package} is {remote_versions[package] or 'missing'} there and {version or 'missing'} here"
+        for package, version in versions.items()
+        if remote_versions[package] != version
     }
-    for package, digest in here["files"].items():
-        if package not in unlike and there["files"][package] != digest:
-            unlike[package] = f"{package} {ours[package]} has other files there than here"
+    for package, digest in local["files"].items():
+        if package not in unlike and remote["files"][package] != digest:
+            unlike[package] = f"{package} {versions[package]} has other files there than here"
     if unlike:
         # DDP works without Horovod.
         say = warning if unlike.keys() == {"horovod"} else error
         return say(name, f"opens, but {'; '.join(unlike.values())}", _copy_remedy(host))
-    text = f"opens; Python {ours['python']}, torch {ours['torch']} and all else as here"
-    if not there["folder"]:
-        found = f"{text}, but not the folder {os.getcwd()}, in which horovodrun starts the ranks"
+    text = f"opens; Python {versions['python']}, torch {versions['torch']} and all else as here"
+    if not remote["folder"]:
+        problem = f"{text}, but not the folder {os.getcwd()}, in which horovodrun starts the ranks"
         remedy = f"ssh {host.name} mkdir -p {shlex.quote(os.getcwd())}    (and copy the job's files)"
-        return warning(name, found, remedy)
-    return ok(name, f"{text}; {plural(there['cpus'], 'CPU')}, {plural(there['gpus'], 'GPU')}")
+        return warning(name, problem, remedy)
+    return ok(name, f"{text}; {plural(remote['cpus'], 'CPU')}, {plural(remote['gpus'], 'GPU')}")
 
 
 def _copy_remedy(host: Host) -> str:
@@ -128,25 +128,25 @@ def _copy_remedy(host: Host) -> str:
     return f"rsync -a {sys.prefix}/ {host.name}:{sys.prefix}/    (or install there what is installed here)"
 
 
-def _judge_slots(host: Host, there: Mapping[str, Any]) -> Iterator[Finding]:
+def _judge_slots(host: Host, remote: Mapping[str, Any]) -> Iterator[Finding]:
     """Warn if more ranks were requested on a host than it has GPUs, or CPUs if it has no GPU."""
-    kind, units = ("GPU", there["gpus"]) if there["gpus"] else ("CPU", there["cpus"])
+    kind, units = ("GPU", remote["gpus"]) if remote["gpus"] else ("CPU", remote["cpus"])
     if host.slots is not None and host.slots > units:
         why = "NCCL allows one rank per GPU" if kind == "GPU" else "more ranks than CPUs only wait for each other"
-        found = f"{plural(host.slots, 'rank')} are to share {plural(units, kind)}"
-        yield warning(f"ranks {host.name}", found, f"--hosts {host.name}:{units}    ({why})")
+        text = f"{plural(host.slots, 'rank')} are to share {plural(units, kind)}"
+        yield warning(f"ranks {host.name}", text, f"--hosts {host.name}:{units}    ({why})")
 
 
 def _judge_clock(host: Host, times: list[float], asked: tuple[float, float]) -> Finding:
     """Compare a host's clock with this one's: its first time is not from before the connection, nor its last from
     after it, which bounds the difference (as in NTP, RFC 5905).
     """
-    most, least = times[0] - asked[0], times[-1] - asked[1]
-    skew, unsure = (most + least) / 2, (most - least) / 2
+    upper, lower = times[0] - asked[0], times[-1] - asked[1]
+    skew, unsure = (upper + lower) / 2, (upper - lower) / 2
     name, figures = f"clock {host.name}", {"skew_s": round(skew, 4)}
     if abs(skew) <= MAX_SKEW_S + unsure:
         return ok(name, f"as here, within {max(abs(skew), unsure):.2g} s", **figures)
     say = error if abs(skew) > MAX_HARMLESS_SKEW_S + unsure else warning
     distance = f"{abs(skew):.1f} s" if abs(skew) < 120 else f"{abs(skew) / 60:,.0f} min"
-    found = f"{distance} {'ahead of' if skew > 0 else 'behind'} this host's: the times of logs and files disagree"
-    return say(name, found, "timedatectl set-ntp true    (on both)", **figures)
+    text = f"{distance} {'ahead of' if skew > 0 else 'behind'} this host's: the times of logs and files disagree"
+    return say(name, text, "timedatectl set-ntp true    (on both)", **figures)

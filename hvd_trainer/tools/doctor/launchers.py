@@ -47,12 +47,12 @@ def check_mpi(context: Context) -> list[Finding]:
     said = answer.out + answer.err
     hydra = re.search(r"^\s*Version:\s+(\S+)", said, re.MULTILINE) if "HYDRA" in said else None
     first = re.sub(r"^mpirun \((.+)\) ", r"\1 ", next(iter(said.strip().splitlines()), "of unknown version"))
-    found = [f"MPICH {hydra[1]}" if hydra else first]
-    if os.geteuid() == 0 and "Open MPI" in found[0]:
-        found.append("as root it wants --allow-run-as-root")
+    texts = [f"MPICH {hydra[1]}" if hydra else first]
+    if os.geteuid() == 0 and "Open MPI" in texts[0]:
+        texts.append("as root it wants --allow-run-as-root")
     if context.several_hosts and importlib.util.find_spec("mpi4py") is None:
-        found.append("without mpi4py several hosts want -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500")
-    return [ok("MPI", "; ".join(found))]
+        texts.append("without mpi4py several hosts want -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500")
+    return [ok("MPI", "; ".join(texts))]
 
 
 def check_slurm(context: Context) -> list[Finding]:
@@ -61,13 +61,13 @@ def check_slurm(context: Context) -> list[Finding]:
     srun = programs.find("srun")
     if srun is None:
         if job is not None:
-            found = f"inside of job {job}, and there is no srun on PATH"
-            return [error("Slurm", found, "module load slurm    (or use the PATH of the node that you came from)")]
+            text = f"inside of job {job}, and there is no srun on PATH"
+            return [error("Slurm", text, "module load slurm    (or use the PATH of the node that you came from)")]
         return [ok("Slurm", "no srun: not needed outside of a cluster")]
     version = programs.ask(srun, "--version", limit_s=SRUN_TIMEOUT_S)
     if version.code != 0 and job is None:
-        found = f"not needed: srun is installed, but this machine is in no cluster ({version.last_line})"
-        return [ok("Slurm", found)]
+        text = f"not needed: srun is installed, but this machine is in no cluster ({version.last_line})"
+        return [ok("Slurm", text)]
     if version.code != 0:
         return [error("Slurm", f"inside of job {job}, srun says: {version.last_line}", "scontrol ping")]
     release = version.out.strip().replace("slurm-wlm", "slurm").removeprefix("slurm ")
@@ -78,8 +78,8 @@ def check_slurm(context: Context) -> list[Finding]:
         )
         answer = programs.ask(srun, *task, limit_s=SRUN_TIMEOUT_S)
         if answer.code != 0:
-            found = f"{place}; srun starts no task: {answer.last_line}"
-            return [error("Slurm", found, " ".join(["srun", *task]))]
+            text = f"{place}; srun starts no task: {answer.last_line}"
+            return [error("Slurm", text, " ".join(["srun", *task]))]
         return [ok("Slurm", f"{place}; srun starts tasks")]
     return [ok("Slurm", f"{release}, outside of a job")]
 
@@ -92,9 +92,9 @@ def check_visible_gpus(context: Context) -> list[Finding]:
             ranks = world.local_size
     if ranks < 2 or len(context.facts.torch.gpus) != 1:
         return []
-    found = (
+    text = (
         f"{ranks} ranks on this node, and this one sees 1 GPU, as with --gpus-per-task=1: where control groups "
         f"hide the others, NCCL goes through host memory, or fails with 'invalid argument'"
     )
     remedy = f"srun --ntasks-per-node={ranks} --gres=gpu:{ranks} --gpu-bind=none    (each rank takes its own GPU)"
-    return [warning("visible GPUs", found, remedy)]
+    return [warning("visible GPUs", text, remedy)]

@@ -40,29 +40,29 @@ def check_cpus(context: Context) -> Iterator[Finding]:
     """Check the CPUs that this process may use, and the number of threads of a rank."""
     usable = cpu_ids()
     quota = cpu_quota()
-    cores, there = num_cores(usable, Path("/sys/devices/system/cpu")), os.cpu_count() or len(usable)
-    found = plural(cores, "core")
+    cores, total = num_cores(usable, Path("/sys/devices/system/cpu")), os.cpu_count() or len(usable)
+    text = plural(cores, "core")
     if len(usable) > cores:
-        found += f" with {len(usable)} hardware threads"
-    if there > len(usable):
-        found += f" usable, of the {there} CPUs here"
+        text += f" with {len(usable)} hardware threads"
+    if total > len(usable):
+        text += f" usable, of the {total} CPUs here"
     limit = len(usable) if quota is None else max(1, min(len(usable), math.ceil(quota)))
     setting = context.environ.get(THREADS)
     if limit < len(usable):
-        found += f", in a container that may use the time of {quota:g}"
+        text += f", in a container that may use the time of {quota:g}"
     if limit < len(usable) and setting is None:
         remedy = f"export {THREADS}=1    (or {limit} divided by the ranks that you start here)"
-        yield warning("CPU", f"{found}: ranks would start a thread for each core", remedy)
+        yield warning("CPU", f"{text}: ranks would start a thread for each core", remedy)
     else:
-        yield ok("CPU", found)
+        yield ok("CPU", text)
     threads, cpus = (setting or "").partition(",")[0].strip(), plural(limit, "usable CPU")
     if setting is None:
         yield ok("threads", f"{THREADS} is not set: each rank takes its share of the cores")
     elif not threads.isdecimal() or int(threads) < 1:
         yield warning("threads", f"{THREADS}={setting} is not a number of threads", f"unset {THREADS}")
     elif int(threads) > limit:
-        found = f"{THREADS}={setting} is more than the {cpus}: threads wait for each other"
-        yield warning("threads", found, f"unset {THREADS}    (each rank then takes its share of the cores)")
+        text = f"{THREADS}={setting} is more than the {cpus}: threads wait for each other"
+        yield warning("threads", text, f"unset {THREADS}    (each rank then takes its share of the cores)")
     else:
         yield ok("threads", f"{THREADS}={setting}: so many in each rank, of {cpus}")
 
@@ -94,16 +94,16 @@ def check_shared_memory(context: Context) -> list[Finding]:
         with tempfile.TemporaryFile(dir=folder):
             room = shutil.disk_usage(folder)
     except OSError as wrong:
-        found = f"cannot be written to ({wrong.strerror}): loader processes and NCCL share memory there"
+        text = f"cannot be written to ({wrong.strerror}): loader processes and NCCL share memory there"
         remedy = f"{docker}    (outside of containers: mount -t tmpfs -o size=8g tmpfs {folder})"
-        return [error(name, found, remedy)]
+        return [error(name, text, remedy)]
     free = f"{size(room.free)} free of {size(room.total)}"
     if room.total < MIN_SHARED_BYTES:
-        found = f"{free}: loader processes and NCCL share memory there, and die of a bus error where it is full"
-        return [warning(name, found, f"{docker}    (outside of containers: mount -o remount,size=8g {folder})")]
+        text = f"{free}: loader processes and NCCL share memory there, and die of a bus error where it is full"
+        return [warning(name, text, f"{docker}    (outside of containers: mount -o remount,size=8g {folder})")]
     if room.free < MIN_SHARED_BYTES:
-        found = f"{free}: something fills it, such as what is left of killed jobs"
-        return [warning(name, found, f"ls -l {folder}    (and remove what no running job uses)")]
+        text = f"{free}: something fills it, such as what is left of killed jobs"
+        return [warning(name, text, f"ls -l {folder}    (and remove what no running job uses)")]
     return [ok(name, free)]
 
 
@@ -114,11 +114,11 @@ def check_open_files(context: Context) -> list[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == ENDLESS or soft >= needed:
         return [ok(name, "as many as wanted" if soft == ENDLESS else f"{soft:,} for each process")]
-    found = f"{soft:,} for each process, and ranks and their loader processes may want {needed:,}"
+    text = f"{soft:,} for each process, and ranks and their loader processes may want {needed:,}"
     if hard == ENDLESS or hard >= needed:
-        return [warning(name, found, f"ulimit -n {needed if hard == ENDLESS else min(hard, 65536)}")]
+        return [warning(name, text, f"ulimit -n {needed if hard == ENDLESS else min(hard, 65536)}")]
     remedy = "raise nofile in /etc/security/limits.conf    (Docker: --ulimit nofile=65536:65536)"
-    return [warning(name, f"{found}; more than {hard:,} is for root to allow", remedy)]
+    return [warning(name, f"{text}; more than {hard:,} is for root to allow", remedy)]
 
 
 def check_data_folder(context: Context) -> list[Finding]:
@@ -150,8 +150,8 @@ def _judge_folder(name: str, folder: Path, min_bytes: int, content: str, *, must
             os.fsync(file.fileno())
     except OSError as wrong:
         where = "" if nearest == folder else f" in {nearest}"
-        found = f"{folder}: nothing can be written ({wrong.strerror}{where})"
-        return error(name, found, f"{option}, one that you may write to")
+        text = f"{folder}: nothing can be written ({wrong.strerror}{where})"
+        return error(name, text, f"{option}, one that you may write to")
     free, kind = shutil.disk_usage(nearest).free, file_system(nearest.resolve())
     text = f"{folder}{'' if nearest == folder else ' (can be made)'}: {size(free)} free on {kind}"
     figures = {"free_mb": free // 2**20}

@@ -25,12 +25,12 @@ Interfaces = Mapping[str, Sequence[str]]
 def usable_interfaces() -> dict[str, list[str]]:
     """Return the interfaces that are up and have an IPv4 address."""
     states = psutil.net_if_stats()
-    found = {
+    interfaces = {
         name: [entry.address for entry in entries if entry.family == socket.AF_INET]
         for name, entries in psutil.net_if_addrs().items()
         if name in states and states[name].isup
     }
-    return {name: addresses for name, addresses in found.items() if addresses}
+    return {name: addresses for name, addresses in interfaces.items() if addresses}
 
 
 def _leads_out(addresses: Sequence[str]) -> bool:
@@ -92,17 +92,17 @@ def check_route(context: Context) -> list[Finding]:
         return [error("network", f"no way leads to {', '.join(hosts[None])}{own}", "ip route")]
     text = "; ".join(f"{way} to reach {', '.join(names)}" for way, names in hosts.items())
     if len(hosts) > 1 and not chosen:
-        found = f"the engines take one interface, and several ways lead from this host: {text}"
+        problem = f"the engines take one interface, and several ways lead from this host: {text}"
         remedy = "--network-interface NAME    (that joins all; and horovodrun --network-interfaces NAME)"
-        return [warning("network", found, remedy)]
+        return [warning("network", problem, remedy)]
     return [ok("network", f"the engines use {text}{own}")] if hosts else []
 
 
 def _way_to(address: str) -> str | None:
     """Return the interface that leads to an address; None if there is no route."""
     with suppress(OSError):
-        mine = source_address(address, 1)
-        return interface_name(mine) or mine
+        source = source_address(address, 1)
+        return interface_name(source) or source
     return None
 
 
@@ -110,32 +110,32 @@ def check_names(context: Context) -> Iterator[Finding]:
     """Check the names of this host and of all others, and the addresses to which they lead."""
     own, several_hosts = socket.gethostname(), context.several_hosts
     for name in context.lookups:
-        found = context.addresses(name)
-        text = ", ".join(found[:3])
+        addresses = context.addresses(name)
+        text = ", ".join(addresses[:3])
         if name == own:
             ways = [addresses for addresses in usable_interfaces().values() if _leads_out(addresses)]
             remedy = f"echo '{ways[0][0] if ways else 'ADDRESS'} {name}' >> /etc/hosts"
-            if not found:
+            if not addresses:
                 say = error if several_hosts else warning
                 yield say("host name", f"{name}, this host's own, leads to no address", remedy)
-            elif several_hosts and all(map(is_loopback, found)):
-                remedy += f"    (and take out the line with {found[0]}; so on each host)"
+            elif several_hosts and all(map(is_loopback, addresses)):
+                remedy += f"    (and take out the line with {addresses[0]}; so on each host)"
                 yield warning("host name", f"{name} is {text}, which each other host takes for itself", remedy)
             else:
                 yield ok("host name", f"{name} is {text}")
         elif name == "localhost":
-            if LOOPBACK not in found:
+            if LOOPBACK not in addresses:
                 text = f"leads to {text or 'no address'}, and ranks of one host meet at {LOOPBACK}"
                 yield error("localhost", text, f"echo '{LOOPBACK} localhost' >> /etc/hosts")
-        elif not found:
+        elif not addresses:
             remedy = (
                 f"getent hosts {name}    (mend its spelling, or write its address into /etc/hosts on all hosts)"
             )
             yield error(f"host {name}", "the name leads to no address", remedy)
-        elif all(":" in address for address in found):
+        elif all(":" in address for address in addresses):
             text = "has IPv6 addresses only, and ranks meet by IPv4"
             yield error(f"host {name}", text, f"getent ahostsv4 {name}")
-        elif found != [name]:
+        elif addresses != [name]:
             yield ok(f"host {name}", text)
 
 

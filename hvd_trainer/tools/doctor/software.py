@@ -24,39 +24,39 @@ TESTED_TORCH = (Version("2.11"), Version("2.15"))
 
 def check_python(context: Context) -> list[Finding]:
     """Check this Python, and that `python` on PATH, as in `horovodrun -np 2 python ...`, is the same one."""
-    mine, (oldest, newest) = f"{platform.python_version()} in {sys.prefix}", TESTED_PYTHON
+    interpreter, (oldest, newest) = f"{platform.python_version()} in {sys.prefix}", TESTED_PYTHON
     if not oldest <= Version("{}.{}".format(*sys.version_info)) <= newest:
         remedy = "python3.12 -m venv .venv    (and install there)"
-        return [warning("python", f"{mine}: {oldest} to {newest} are tested", remedy)]
+        return [warning("python", f"{interpreter}: {oldest} to {newest} are tested", remedy)]
     typed = context.programs.find("python")
     other = "there is no `python` on PATH, where launchers look for it"
     if typed is not None:
         if context.programs.ask(typed, "-c", "import sys; print(sys.prefix)").out.strip() == sys.prefix:
-            return [ok("python", mine)]
+            return [ok("python", interpreter)]
         other = f"`python` on PATH, which launchers would start, is another one: {typed}"
     folder = Path(sys.executable).parent
     is_venv = sys.prefix != sys.base_prefix and (folder / "activate").is_file()
     remedy = f"source {folder / 'activate'}" if is_venv else f"export PATH={folder}:$PATH"
-    return [warning("python", f"{mine}, and {other}", remedy)]
+    return [warning("python", f"{interpreter}, and {other}", remedy)]
 
 
 def check_packages(context: Context) -> list[Finding]:
     """Check that the installed packages meet what this package and torchvision require."""
     version = installed_version(PACKAGE)
     if version is None:
-        found = "hvd_trainer is used from its folder and not installed: other folders and hosts do not find it"
-        return [warning("packages", found, "pip install -e .")]
+        text = "hvd_trainer is used from its folder and not installed: other folders and hosts do not find it"
+        return [warning("packages", text, "pip install -e .")]
     unmet = [*unmet_requirements(PACKAGE), *(r for r in unmet_requirements("torchvision") if r.name == "torch")]
     if not unmet:
         return [ok("packages", f"hvd_trainer {version} and all that it requires")]
-    found = "; ".join(
+    text = "; ".join(
         f"{installed_version(r.name) or 'no'} {r.name} is installed, where {r} is required" for r in unmet
     )
     wanted = {r.name: r.specifier for r in unmet}
     for requirement in unmet:
         wanted[requirement.name] &= requirement.specifier
     words = " ".join(f"'{name}{specifier}'" for name, specifier in wanted.items())
-    return [error("packages", found, f"pip install {words}")]
+    return [error("packages", text, f"pip install {words}")]
 
 
 def unmet_requirements(package: str) -> list[Requirement]:
@@ -66,9 +66,9 @@ def unmet_requirements(package: str) -> list[Requirement]:
     except importlib.metadata.PackageNotFoundError:
         return []
     due = [r for r in required if r.marker is None or r.marker.evaluate({"extra": ""})]
-    found = {r: installed_version(r.name) for r in due}
+    versions = {r: installed_version(r.name) for r in due}
     return [
-        r for r, version in found.items() if not version or not r.specifier.contains(version, prereleases=True)
+        r for r, version in versions.items() if not version or not r.specifier.contains(version, prereleases=True)
     ]
 
 
@@ -78,18 +78,18 @@ def check_torch(context: Context) -> list[Finding]:
     if context.facts.is_timeout and torch.error is not None:
         return [no_answer("torch", context.options.timeout_s)]
     if torch.error is not None:
-        found = f"cannot be imported: {torch.error.splitlines()[0]}"
-        return [error("torch", found, "pip install torch torchvision")]
+        text = f"cannot be imported: {torch.error.splitlines()[0]}"
+        return [error("torch", text, "pip install torch torchvision")]
     gpus = plural(len(torch.gpus), "GPU") if torch.gpus else "no GPU"
-    found = f"{torch.version}, built for {gpu_platform(torch) or 'the CPU only'}, {gpus} visible"
+    text = f"{torch.version}, built for {gpu_platform(torch) or 'the CPU only'}, {gpus} visible"
     version, (oldest, newest) = Version(torch.version), TESTED_TORCH
     tested = f"{oldest} to {newest} are tested"
     if version < oldest:
-        return [error("torch", f"{found}: too old, {tested}", f"pip install 'torch>={oldest}' torchvision")]
+        return [error("torch", f"{text}: too old, {tested}", f"pip install 'torch>={oldest}' torchvision")]
     if version.release[:2] > newest.release:
         remedy = f"pip install 'torch<={newest}.99' torchvision    (if it fails)"
-        return [warning("torch", f"{found}: {tested}", remedy)]
-    return [ok("torch", found)]
+        return [warning("torch", f"{text}: {tested}", remedy)]
+    return [ok("torch", text)]
 
 
 def check_horovod(context: Context) -> list[Finding]:
@@ -104,14 +104,14 @@ def check_horovod(context: Context) -> list[Finding]:
         return [error("horovod", f"cannot be imported: {facts.ended}", remedy)]
     horovod, torch = facts.horovod, facts.torch
     if horovod is None:
-        found = "not installed, so only --backend ddp works"
-        return [warning("horovod", found, f"{INSTALL_HOROVOD}    (minutes)")]
+        text = "not installed, so only --backend ddp works"
+        return [warning("horovod", text, f"{INSTALL_HOROVOD}    (minutes)")]
     record = horovod.record
     command = f"{INSTALL_HOROVOD} --mpi" if record.get("mpi") else INSTALL_HOROVOD
     on_cpu_only = not record.get("cuda")
     if not record and horovod.error is None:
-        found = "works, but install-horovod has not built it, so that CVE-2024-10190 is open in it"
-        return [warning("horovod", found, f"{command}    (see Security in README.md)")]
+        text = "works, but install-horovod has not built it, so that CVE-2024-10190 is open in it"
+        return [warning("horovod", text, f"{command}    (see Security in README.md)")]
     # Only what it was built for must fit; a part that it was built without is no mismatch.
     asked = installer.Options(gpu="none" if on_cpu_only else "auto", mpi=bool(record.get("mpi")))
     reason = installer.find_mismatch(horovod, torch, asked)
@@ -120,10 +120,10 @@ def check_horovod(context: Context) -> list[Finding]:
     if not Path(sys.executable).with_name("horovodrun").exists():
         return [error("horovod", "its launcher horovodrun is not beside this python", f"{command} --force")]
     kind = "Gloo only" if on_cpu_only else f"Gloo and NCCL {record['nccl']}"
-    found = f"{record['horovod']}, built for this torch with {kind}{', and MPI' if record.get('mpi') else ''}"
+    text = f"{record['horovod']}, built for this torch with {kind}{', and MPI' if record.get('mpi') else ''}"
     if not on_cpu_only or not torch.gpus:
-        return [ok("horovod", found)]
+        return [ok("horovod", text)]
     remedy = f"{command} --gpu nccl    (until then: --device cpu or --backend ddp)"
     if torch.kind != "cuda":
         remedy = f"--backend ddp    (or --device cpu: Horovod exchanges no tensors of {torch.kind})"
-    return [warning("horovod", f"{found}: with this build horovod does not train on GPUs", remedy)]
+    return [warning("horovod", f"{text}: with this build horovod does not train on GPUs", remedy)]

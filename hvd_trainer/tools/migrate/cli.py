@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -72,17 +73,17 @@ def main(argv: Sequence[str]) -> int:
 
     migrated = migrate({path: path.read_bytes().decode() for path in _files(options.files)})
     if options.write and not options.force:
-        _check_clean([it.path for it in migrated if it.before != it.after])
-    for it in migrated:
-        diff = it.diff().splitlines()
+        _check_clean([file.path for file in migrated if file.before != file.after])
+    for file in migrated:
+        diff = file.diff().splitlines()
         is_coloured = sys.stdout.isatty()
         print(*(_coloured(line) if is_coloured else line for line in diff), sep="\n", end="\n" * bool(diff))
         if options.write:
-            it.path.write_bytes(it.after.encode())
-    left = [f"{it.path}:{line}: {what}: {advice}" for it in migrated for line, what, advice in it.left]
+            file.path.write_bytes(file.after.encode())
+    left = [f"{file.path}:{line}: {what}: {advice}" for file in migrated for line, what, advice in file.left]
     if left:
         print("", "Left as it is, to do by hand:", *left, sep="\n")
-    changed = plural(sum(it.before != it.after for it in migrated), "file")
+    changed = plural(sum(file.before != file.after for file in migrated), "file")
     print(f"\n{changed} {'changed' if options.write else 'to change: add --write'}", flush=True)
     code = 0
     if options.prove:
@@ -132,12 +133,12 @@ def _files(given: Sequence[Path]) -> Iterator[Path]:
 
 
 def _check_clean(paths: Sequence[Path]) -> None:
-    """See that git has what is to be changed.
+    """See that git has what is to be changed, where there is git.
 
     Raises:
         OptionError: it does not.
     """
-    for path in paths:
+    for path in paths if shutil.which("git") else ():
         words = ["git", "-C", str(path.parent), "status", "--porcelain", "--", path.name]
         status = subprocess.run(words, capture_output=True, text=True)
         if status.returncode == 0 and status.stdout.strip():

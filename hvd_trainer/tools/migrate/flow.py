@@ -42,10 +42,10 @@ class Folder:
         self.sources = [Source(path, text) for path, text in texts.items()]
         self.functions: dict[str, list[tuple[Source, cst.FunctionDef]]] = defaultdict(list)
         for source in self.sources:
-            for it in source.find(cst.FunctionDef):
-                owner = source.around(it, cst.ClassDef) if it.name.value == "__init__" else None
-                self.functions[owner.name.value if owner else it.name.value].append((source, it))
-        self.args = [(it, arg) for it in self.sources for arg in it.find(cst.Arg)]
+            for function in source.find(cst.FunctionDef):
+                owner = source.around(function, cst.ClassDef) if function.name.value == "__init__" else None
+                self.functions[owner.name.value if owner else function.name.value].append((source, function))
+        self.args = [(source, arg) for source in self.sources for arg in source.find(cst.Arg)]
         for source, arg in self.args:
             if API in source.qualified(arg.value) and (place := self.parameter(source, arg)):
                 place[0].passed.add(place[1])
@@ -59,18 +59,18 @@ class Folder:
         """Return the last names of the objects whose method of this name is called."""
         named = m.Call(m.Attribute(m.Name() | m.Attribute(), m.Name(method)))
         every = ((source, call) for source in self.sources for call in source.find(cst.Call))
-        return {source.code(it.func.value).split(".")[-1] for source, it in every if m.matches(it, named)}  # type: ignore[attr-defined]
+        return {source.code(call.func.value).split(".")[-1] for source, call in every if m.matches(call, named)}  # type: ignore[attr-defined]
 
     def parameter(self, source: Source, arg: cst.Arg) -> tuple[Source, str] | None:
         """Return the key of the parameter of a function, or of a class's `__init__`, that an argument is for."""
         call: Any = source.parents[arg]
         name = last_name(call.func) if isinstance(call, cst.Call) and not arg.star else ""
         modules, known = source.modules(call.func) if name else set(), self.functions.get(name, [])
-        here = [it for it in known if it[0] is source]
+        local = [candidate for candidate in known if candidate[0] is source]
         if modules:
-            known = [it for it in known if it[0].path.stem in modules]
-        elif here or isinstance(call.func, cst.Name):
-            known = here
+            known = [candidate for candidate in known if candidate[0].path.stem in modules]
+        elif local or isinstance(call.func, cst.Name):
+            known = local
         if len(known) != 1:
             return None
         owner, function = known[0]
@@ -78,7 +78,7 @@ class Folder:
         params = params[1:] if isinstance(owner.parents.get(owner.parents[function]), cst.ClassDef) else params
         place = call.args.index(arg)
         wanted = arg.keyword.value if arg.keyword else params[place].name.value if place < len(params) else ""
-        named = [it for it in [*params, *function.params.kwonly_params] if it.name.value == wanted]
+        named = [param for param in [*params, *function.params.kwonly_params] if param.name.value == wanted]
         return (owner, str(owner.key(named[0].name))) if named else None
 
 
@@ -151,8 +151,8 @@ def follow(
             passed += [] if isinstance(parent, cst.Arg) or place == (source, key) else [(node, place)]
     for node, place in passed:
         inner = follow(folder, *place, seen=(*seen, (source, key)))
-        for own, theirs in zip(vars(result).values(), vars(inner).values(), strict=True):
-            own += theirs
+        for uses, inner_uses in zip(vars(result).values(), vars(inner).values(), strict=True):
+            uses += inner_uses
         if inner.calls:
             result.given.append(place)
             result.edits += [(source, node, name)] if name else []
@@ -187,13 +187,13 @@ def last_name(function: cst.BaseExpression) -> str:
 
 def is_evaluation(source: Source, model: cst.BaseExpression) -> bool:
     """Return whether a call of the model is not one of the training."""
-    stop = m.Call(m.Attribute(m.MatchIfTrue(lambda it: it.deep_equals(model)), m.Name("eval")))
+    stop = m.Call(m.Attribute(m.MatchIfTrue(lambda node: node.deep_equals(model)), m.Name("eval")))
     function = source.function(model)
-    is_quiet = any(m.matches(it, QUIET) for it in source.ancestors(model))
+    is_quiet = any(m.matches(ancestor, QUIET) for ancestor in source.ancestors(model))
     return is_quiet or (function is not None and not trains(source, model) and bool(m.findall(function, stop)))
 
 
 def trains(source: Source, node: cst.CSTNode) -> bool:
     """Return whether the function around a node computes gradients, and where it does."""
-    is_quiet = any(m.matches(it, QUIET) for it in source.ancestors(node))
+    is_quiet = any(m.matches(ancestor, QUIET) for ancestor in source.ancestors(node))
     return not is_quiet and bool(m.findall(source.function(node) or source.module, BACKWARD))

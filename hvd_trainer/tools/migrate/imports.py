@@ -31,11 +31,11 @@ def _aliases(source: Source) -> list[tuple[Any, str, str, str]]:
     """Return the names of all imports: as they are known, with the module's, and as they are written."""
     result = []
     statements: list[Any] = [*source.find(cst.Import), *source.find(cst.ImportFrom)]
-    for it in statements:
-        module = f"{source.code(it.module)}." if isinstance(it, cst.ImportFrom) and it.module else ""
-        for alias in () if isinstance(it.names, cst.ImportStar) else it.names:
+    for node in statements:
+        module = f"{source.code(node.module)}." if isinstance(node, cst.ImportFrom) and node.module else ""
+        for alias in () if isinstance(node.names, cst.ImportStar) else node.names:
             written = source.code(alias.name) + (f" as {source.code(alias.asname.name)}" if alias.asname else "")
-            result.append((it, written.split()[-1], module + source.code(alias.name), written))
+            result.append((node, written.split()[-1], module + source.code(alias.name), written))
     return result
 
 
@@ -48,47 +48,47 @@ def check_names(source: Source, after: str) -> None:
     for name, whole in NAMES.items():
         imported = {of for _, known, of, _ in _aliases(source) if known == name}
         is_variable = any(key == name or str(key).endswith(f"<locals>.{name}") for key in source.uses)
-        before, now = (len(re.findall(rf"\b{name}[.(]", it)) for it in (source.text, after))
+        before, now = (len(re.findall(rf"\b{name}[.(]", text)) for text in (source.text, after))
         if now > before and (imported - {whole} or (is_variable and not imported)):
             raise OptionError(f"{source.path} has a `{name}` that is not {whole}: give it another name first")
 
 
 def left_over(source: Source) -> list[tuple[cst.CSTNode, str]]:
     """Return what refers to Horovod, with its qualified name."""
-    nodes = [it for it in source.nodes if not isinstance(source.parents.get(it), NO_USE)]
-    names = ((it, name) for it in nodes for name in sorted(source.qualified(it))[:1])
-    return [(it, name) for it, name in names if re.match(r"horovod(\.|$)", name)]
+    nodes = [node for node in source.nodes if not isinstance(source.parents.get(node), NO_USE)]
+    names = ((node, name) for node in nodes for name in sorted(source.qualified(node))[:1])
+    return [(node, name) for node, name in names if re.match(r"horovod(\.|$)", name)]
 
 
 def change_imports(source: Source) -> None:
     """Note the changes of the imports of a file that is else as it is to be."""
     used, aliases = {source.code(node).split(".")[0] for node, _ in left_over(source)}, _aliases(source)
-    old = dict.fromkeys(it for it, _, whole, _ in aliases if whole.startswith(API))
-    for it in old:
+    old = dict.fromkeys(statement for statement, _, whole, _ in aliases if whole.startswith(API))
+    for statement in old:
         kept = [
             _stand_in(*names)
             for at, *names in aliases
-            if at is it and (names[0].split(".")[0] in used or API not in names[1])
+            if at is statement and (names[0].split(".")[0] in used or API not in names[1])
         ]
-        source.changes[source.span(it)] = "\n".join(kept)
+        source.changes[source.span(statement)] = "\n".join(kept)
     for node in source.find(cst.Attribute):
         if source.code(node) == API and source.around(node, cst.ImportAlias) is None:
             source.replace(node, "hvd_trainer.hvd")
-    source.remove([source.parents[it] for it in old if not source.changes[source.span(it)]])
+    source.remove([source.parents[statement] for statement in old if not source.changes[source.span(statement)]])
     code = re.sub(r"#.*|^\s*(from|import) .*", "", source.text, flags=re.MULTILINE)
     have = {known.split(".")[0] for _, known, *_ in aliases}
-    top = [it for it in source.module.body if m.matches(it, IMPORT)]
-    plain = [it for it in top if re.match(r"import \w+$", source.code(it)) and _is_standard(source.code(it))]
+    top = [node for node in source.module.body if m.matches(node, IMPORT)]
+    plain = [node for node in top if re.match(r"import \w+$", text := source.code(node)) and _is_standard(text)]
     torch = (
-        [it for it in top if source.code(it) == "import torch"]
-        or [it for it in top if {*it.children} & {*old}]
+        [node for node in top if source.code(node) == "import torch"]
+        or [node for node in top if {*node.children} & {*old}]
         or top
     )
-    for line in (it for pattern, it in NEEDED.items() if re.search(pattern, code) and it.split()[-1] not in have):
-        before = [it for it in plain if source.code(it) < line] if _is_standard(line) else torch[:1]
-        source.insert(
-            source.span(before[-1], wide=True)[1] if before else source.span(top[0])[0] if top else 0, f"{line}\n"
-        )
+    for pattern, line in NEEDED.items():
+        if re.search(pattern, code) and line.split()[-1] not in have:
+            before = [node for node in plain if source.code(node) < line] if _is_standard(line) else torch[:1]
+            place = source.span(before[-1], wide=True)[1] if before else source.span(top[0])[0] if top else 0
+            source.insert(place, f"{line}\n")
 
 
 def _stand_in(known: str, whole: str, written: str) -> str:

@@ -43,7 +43,7 @@ class Migrated:
     def traps(self, quantity: str) -> Iterator[str]:
         """Yield the lines whose rules change a quantity of the training, as `parity` calls it."""
         lines = self.before.splitlines()
-        for line, rule in sorted(self.used, key=lambda it: it[0]):
+        for line, rule in sorted(self.used, key=lambda use: use[0]):
             if rule.shows == quantity:
                 yield f"{self.path}:{line}: {lines[line - 1].strip()}\n    {rule.why}"
 
@@ -56,11 +56,11 @@ def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
     """
     python = {path: text.replace("\r\n", "\n") for path, text in texts.items() if path.suffix == ".py"}
     results = _migrate_all(Folder(python), keep=False)
-    if any(what.startswith("hvd") for it in results for _, what, _ in it.left):
+    if any(what.startswith("hvd") for result in results for _, what, _ in result.left):
         results = _migrate_all(Folder(python), keep=True)
-    for it in results:
-        ends = "\r\n" if "\r\n" in texts[it.path] else "\n"
-        it.before, it.after = texts[it.path], it.after.replace("\n", ends)
+    for result in results:
+        ends = "\r\n" if "\r\n" in texts[result.path] else "\n"
+        result.before, result.after = texts[result.path], result.after.replace("\n", ends)
     for path, text in texts.items():
         if path.suffix != ".py" and "horovodrun" in BY_NAME:
             after, left = migrate_commands(text)
@@ -71,15 +71,15 @@ def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
 
 def _migrate_all(folder: Folder, keep: bool) -> list[Migrated]:
     names = {name for source in folder.sources for _, name in left_over(source)}
-    if any(re.match(rf"{API}\.elastic\.(?!ElasticSampler)", it) for it in names):
+    if any(re.match(rf"{API}\.elastic\.(?!ElasticSampler)", name) for name in names):
         # The ranks of such a training change: `hvd_trainer.hvd` takes all of it.
         results = [_finish(source, [], {}, keep=True) for source in folder.sources]
-        for it in results:
-            it.left = [row for row in it.left if row[1].startswith("hvd.elastic.")]
+        for result in results:
+            result.left = [row for row in result.left if row[1].startswith("hvd.elastic.")]
         return results
     calls = folder.calls("DistributedOptimizer")
     targets = (source.target(call) for source, call in calls)
-    optimizers = {it.split(".")[-1] for it in targets if it} | folder.owners("skip_synchronize")
+    optimizers = {target.split(".")[-1] for target in targets if target} | folder.owners("skip_synchronize")
     plans: list[Wrapping] = []
     reasons: dict[tuple[Path, int], str] = {}
     for source, call in calls:
@@ -107,7 +107,7 @@ def _migrate_all(folder: Folder, keep: bool) -> list[Migrated]:
 def _apply(plan: Wrapping, optimizers: set[str]) -> None:
     """Note the changes of a plan."""
     calls = plan.training.calls if plan.has_passes and plan.guard is None else []
-    passes = {(it[0], made[0][0]): made for it in calls if (made := find_passes(*it, optimizers)) is not None}
+    passes = {(call[0], made[0][0]): made for call in calls if (made := find_passes(*call, optimizers))}
     if plan.has_passes and not passes:
         advice = (
             f"put all passes but the last under `with {plan.name}.no_sync():`: it is right without, and slower"
@@ -135,8 +135,8 @@ def _put_under(source: Source, statements: list[Any], header: str) -> None:
 def _add_hook(source: Source, text: str) -> None:
     """Put a function behind the imports."""
     head = m.SimpleStatementLine([m.Import() | m.ImportFrom() | m.Expr(m.SimpleString() | m.ConcatenatedString())])
-    first: Any = next(it for it in source.module.body if not m.matches(it, head))
-    blank = next((at for at, it in enumerate(first.leading_lines) if it.comment), len(first.leading_lines))
+    first: Any = next(statement for statement in source.module.body if not m.matches(statement, head))
+    blank = next((at for at, line in enumerate(first.leading_lines) if line.comment), len(first.leading_lines))
     place = source.span(first, wide=True)[0]
     if text not in source.changes.get((place, place), ""):
         source.insert(place, "\n\n" + text + "\n" * max(0, 2 - blank))
@@ -148,16 +148,16 @@ def _end(folder: Folder, plans: list[Wrapping]) -> None:
         own = source.own_line(call)
         block = source.body(own)
         loop: Any = block[block.index(own) - 1] if own in block[1:] else None
-        calls = [it for made in plans for it in made.training.calls if it[0] is source]
-        for name in dict.fromkeys(name for _, it, name in calls if loop in source.ancestors(it)):
+        calls = [call for made in plans for call in made.training.calls if call[0] is source]
+        for name in dict.fromkeys(name for _, call, name in calls if loop in source.ancestors(call)):
             _put_under(source, [loop], f"Join([{name}])")
-    ends = folder.calls("shutdown") or any("destroy_process_group" in it.text for it in folder.sources)
+    ends = folder.calls("shutdown") or any("destroy_process_group" in source.text for source in folder.sources)
     for source, call in folder.calls("init") if not ends and {"init", "shutdown"} <= {*BY_NAME} else ():
         block = source.body(source.own_line(call))
         around = source.parents.get(source.parents[block[0]]) if block else None
         is_main = isinstance(around, cst.If) and "__name__" in source.code(around.test)
         trains = isinstance(around, cst.FunctionDef) and any(
-            around in it.source.ancestors(it.place) for it in plans
+            around in wrapping.source.ancestors(wrapping.place) for wrapping in plans
         )
         if block and (around is None or is_main or trains):
             is_return = m.matches(block[-1], m.SimpleStatementLine([m.Return()]))
@@ -180,8 +180,8 @@ def _finish(
         is_start = (
             keep and what in ("hvd.init", "hvd.shutdown") and isinstance(around, cst.Call) and not around.args
         )
-        outer = (it for it in changed.ancestors(node) if isinstance(it, cst.Call) and it.func is not node)
-        if is_start or any(changed.horovod(it.func) for it in outer):
+        outer = (call for call in changed.ancestors(node) if isinstance(call, cst.Call) and call.func is not node)
+        if is_start or any(changed.horovod(call.func) for call in outer):
             continue
         line = source.old_line(changed.span(node)[0])
         called = what.partition(".")[2]

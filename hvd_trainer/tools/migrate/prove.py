@@ -39,7 +39,7 @@ def prove(
     with locked_folder(out.expanduser().resolve() / "migrate-run") as folder:
         copy = folder / "new"
         shutil.rmtree(copy, ignore_errors=True)
-        texts = {it.path.resolve(): it.after.encode() for it in migrated}
+        texts = {file.path.resolve(): file.after.encode() for file in migrated}
         for path in sorted(script.parent.resolve().rglob("*.py")):
             inner = path.relative_to(script.parent.resolve())
             is_ours = not any(part.startswith((".", "venv", "runs")) for part in inner.parts)
@@ -53,7 +53,7 @@ def prove(
         is_trap = finding["step"] == 0 and finding["quantity"] in AT_START
         quantities = ["optimizer"] * is_trap + [finding["quantity"]]
         lines = next(
-            filter(None, ([line for it in migrated for line in it.traps(name)] for name in quantities)), []
+            filter(None, ([line for file in migrated for line in file.traps(name)] for name in quantities)), []
         )
         print(
             "Behind it:" if lines else "No line of the diff is known to be behind it.",

@@ -58,7 +58,7 @@ class Rewriter:
 
     def __init__(self, source: Source, job: Job) -> None:
         self.source, self.job, self.words = source, job, {*source.words}
-        self.plans = {it.optimizer: it for it in job.plans}
+        self.plans = {plan.optimizer: plan for plan in job.plans}
         self.used: list[tuple[int, Rule]] = []
         self.before: dict[cst.CSTNode, list[str]] = defaultdict(list)
         self.done: set[cst.CSTNode] = set()
@@ -77,18 +77,21 @@ class Rewriter:
                 self._skip(node, BY_NAME.get("skip_synchronize"))
             elif isinstance(node, cst.Comment):
                 text = re.sub(
-                    r"^# *horovod: *(\w)", lambda it: f"# {it[1].upper()}", node.value, flags=re.IGNORECASE
+                    r"^# *horovod: *(\w)", lambda match: f"# {match[1].upper()}", node.value, flags=re.IGNORECASE
                 )
                 text = re.sub(
                     r"(?i)(wrap )optimizer( with )\S*DistributedOptimizer",
                     r"\1model\2DistributedDataParallel",
                     text,
                 )
-                text = re.sub(r"\bhvd\.(\w+)\(\)", lambda it: _in_words(BY_NAME.get(it[1])) or it[0], text)
+                text = re.sub(
+                    r"\bhvd\.(\w+)\(\)", lambda match: _in_words(BY_NAME.get(match[1])) or match[0], text
+                )
                 source.changes |= {source.span(node): text} if text != node.value else {}
             elif isinstance(node, cst.Parameters) and not self.job.keep:
-                source.keep(node.params, [it for it in node.params if source.key(it.name) not in source.passed])
-        source.remove([it for it in self.done if not self.before[it]])
+                kept = [param for param in node.params if source.key(param.name) not in source.passed]
+                source.keep(node.params, kept)
+        source.remove([statement for statement in self.done if not self.before[statement]])
         for statement, lines in self.before.items():
             indent = source.indent(statement)
             text = "\n".join(lines).replace("\n", f"\n{indent}")
@@ -112,7 +115,7 @@ class Rewriter:
         source, name = self.source, self.source.horovod(call.func)
         rule, own = BY_NAME.get(name or ""), source.own_line(call)
         if not self.job.keep:
-            source.keep(call.args, [it for it in call.args if API not in source.qualified(it.value)])
+            source.keep(call.args, [arg for arg in call.args if API not in source.qualified(arg.value)])
         if name is None and m.matches(call, m.Call(m.Attribute(attr=m.Name("synchronize")), args=[])):
             rule, owner = BY_NAME.get("synchronize"), source.code(call.func.value).split(".")[-1]  # type: ignore[attr-defined]
             if rule and self.job.is_sure and owner in self.job.optimizers:
@@ -150,7 +153,7 @@ class Rewriter:
             return
         self.used.append((self.source.line(block), rule))
         whole, first = self.source.span(block, wide=True), self.source.span(block.body.body[0])[0]
-        is_said = any(it.comment for it in block.leading_lines)
+        is_said = any(line.comment for line in block.leading_lines)
         start = whole[0] if is_said else self.source.span(block)[0]
         self.source.changes[start, first] = self.source.indent(block) if is_said else ""
         self.source.shift(first, whole[1], -1)
@@ -177,11 +180,11 @@ class Rewriter:
             bound is None
             or own is None
             or self._is_differentiated(rule, call)
-            or self._is_dynamic(bound.get("name"))
+            or ("name" in bound and self._is_dynamic(bound["name"]))
         ):
             return None
         values = {name: source.new(value) for name, value in bound.items()}
-        compression, op = (source.horovod(bound[it]) if it in bound else None for it in ("compression", "op"))
+        compression, op = (source.horovod(bound[key]) if key in bound else None for key in ("compression", "op"))
         given = {"None": op if "op" in bound else "Average", "True": "Average", "False": "Sum"}
         op = given.get(values.get("average", "None"))
         if compression not in (None, "Compression.none") or "splits" in bound or op not in OPS:
@@ -207,15 +210,14 @@ class Rewriter:
             "root_rank": values.get("root_rank", "0"),
         }
         self.names[own] |= {x, tensor}
-        rows = [[row for row in it.split("\n") if op == "Average" or "{divided}" not in row] for it in lines]
-        texts = [
-            re.sub(r"\{([\w:]+)\}", lambda it: fields[it[1]], it) for it in (*map("\n".join, rows), rule.result)
-        ]
-        return [it for it in texts[:-1] if it], texts[-1]
+        rows = [[row for row in line.split("\n") if op == "Average" or "{divided}" not in row] for line in lines]
+        templates = [*map("\n".join, rows), rule.result]
+        texts = [re.sub(r"\{([\w:]+)\}", lambda match: fields[match[1]], template) for template in templates]
+        return [text for text in texts[:-1] if text], texts[-1]
 
     def _new_name(self, base: str, statement: cst.CSTNode) -> str:
         taken = self.words | self.names[statement]
-        return next(it for it in (base, *(f"{base}_{number}" for number in range(2, 99))) if it not in taken)
+        return next(name for name in (base, *(f"{base}_{number}" for number in range(2, 99))) if name not in taken)
 
     def _is_differentiated(self, rule: Rule, call: cst.Call) -> bool:
         """Return whether gradients may flow through the result, as they do in Horovod."""
@@ -226,11 +228,11 @@ class Rewriter:
         is_trained = target and re.search(rf"\b{target}\b[^\n]*\.backward\(", source.code(function))
         return bool(is_trained) or function.name.value == "forward" or "loss" in function.name.value
 
-    def _is_dynamic(self, name: Any) -> bool:
+    def _is_dynamic(self, name: cst.BaseExpression) -> bool:
         """Return whether a name is one by which ranks may ask in different orders."""
-        loops = [it for it in self.source.ancestors(name) if isinstance(it, cst.For)] if name is not None else []
-        is_unordered = any(re.search(UNORDERED, self.source.code(it.iter)) for it in loops)
-        return name is not None and (is_unordered or "rank()" in self.source.code(name))
+        loops = [loop for loop in self.source.ancestors(name) if isinstance(loop, cst.For)]
+        is_unordered = any(re.search(UNORDERED, self.source.code(loop.iter)) for loop in loops)
+        return is_unordered or "rank()" in self.source.code(name)
 
     # Special rules. Each returns the expression that stands for the call, or None if it is left.
 
@@ -274,7 +276,7 @@ class Rewriter:
         if plan.source is not source or plan.key != key or plan.guard not in (None, *source.ancestors(broadcast)):
             return False
         first, last = sorted((source.line(place), source.line(broadcast)))
-        is_apart = any(first < source.line(it) < last for it in source.uses[key]) and first == source.line(place)
+        is_apart = any(first < source.line(use) < last for use in source.uses[key]) and first == source.line(place)
         return source.around(broadcast, cst.FunctionDef) is source.around(place, cst.FunctionDef) and not is_apart
 
     def rule_broadcast_optimizer_state(self, rule: Rule, call: cst.Call) -> str | None:
@@ -295,8 +297,8 @@ class Rewriter:
         if base is None or own is None or not m.matches(assigned, m.Assign([m.AssignTarget(m.Name())])):
             return None
         uses = source.uses[source.key(assigned.targets[0].target)]  # type: ignore[attr-defined]
-        calls = [source.parents.get(source.parents[it]) for it in uses]
-        waits = [it for it in calls if isinstance(it, cst.Call) and source.horovod(it.func) == "synchronize"]
+        calls = [outer for use in uses if isinstance(outer := source.parents.get(source.parents[use]), cst.Call)]
+        waits = [wait for wait in calls if source.horovod(wait.func) == "synchronize"]
         # Its result is a variable of its own, whatever `synchronize` is assigned to.
         made = self._fill(msgspec.structs.replace(base, result=base.result + " "), call)
         if made is None or len(uses) != 2 or not waits or source.line(waits[0]) <= source.line(call):

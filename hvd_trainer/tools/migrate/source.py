@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -15,6 +15,7 @@ from libcst.metadata import (
     MetadataWrapper,
     ParentNodeProvider,
     PositionProvider,
+    QualifiedName,
     QualifiedNameSource,
     ScopeProvider,
     WhitespaceInclusivePositionProvider,
@@ -54,12 +55,12 @@ class Source:
 
     def _all(self, root: cst.CSTNode) -> list[cst.CSTNode]:
         if root not in self._below:
-            self._below[root] = [*(it for child in root.children for it in self._all(child)), root]
+            self._below[root] = [*(node for child in root.children for node in self._all(child)), root]
         return self._below[root]
 
     def find(self, kind: type[T], root: cst.CSTNode | None = None) -> list[T]:
         """Return all nodes of a kind, or those below a node, those inside another before it."""
-        return [it for it in self._all(root or self.module) if isinstance(it, kind)]
+        return [node for node in self._all(root or self.module) if isinstance(node, kind)]
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """Yield the nodes around a node, from its parent on."""
@@ -69,7 +70,7 @@ class Source:
 
     def around(self, node: cst.CSTNode, kind: type[T]) -> T | None:
         """Return the innermost node of a kind around a node."""
-        return next((it for it in self.ancestors(node) if isinstance(it, kind)), None)
+        return next((ancestor for ancestor in self.ancestors(node) if isinstance(ancestor, kind)), None)
 
     def function(self, node: cst.CSTNode) -> cst.FunctionDef | None:
         """Return the function around a node."""
@@ -81,12 +82,12 @@ class Source:
 
     def own_line(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """Return the statement around an expression; None if it may be run less often than what is before it."""
-        for it in self.ancestors(node):
-            if isinstance(it, cst.SimpleStatementLine):
-                return it if len(it.body) == 1 else None
-            if isinstance(it, cst.If):
-                return None if isinstance(self.parents.get(it), cst.If) else it
-            if isinstance(it, (*CONDITIONAL, cst.BaseCompoundStatement)):
+        for ancestor in self.ancestors(node):
+            if isinstance(ancestor, cst.SimpleStatementLine):
+                return ancestor if len(ancestor.body) == 1 else None
+            if isinstance(ancestor, cst.If):
+                return None if isinstance(self.parents.get(ancestor), cst.If) else ancestor
+            if isinstance(ancestor, (*CONDITIONAL, cst.BaseCompoundStatement)):
                 return None
         return None
 
@@ -99,7 +100,7 @@ class Source:
     def span(self, node: cst.CSTNode, wide: bool = False) -> tuple[int, int]:
         """Return where a node begins and ends; `wide`: with the comments before it and the end of its line."""
         place = (self._wide_ranges if wide else self._ranges)[node]
-        start, end = (self._lines[it.line - 1] + it.column for it in (place.start, place.end))
+        start, end = (self._lines[position.line - 1] + position.column for position in (place.start, place.end))
         return start, end
 
     def line(self, node: cst.CSTNode) -> int:
@@ -108,21 +109,23 @@ class Source:
 
     # What it refers to.
 
+    def _qualified_names(self, node: cst.CSTNode) -> Collection[QualifiedName]:
+        scope = self._scopes.get(node)
+        return scope.get_qualified_names_for(node) if scope is not None else ()
+
     def qualified(self, node: cst.CSTNode) -> set[str]:
         """Return what a name or an attribute may refer to: `horovod.torch.rank`, `main.<locals>.model`."""
-        scope = self._scopes.get(node) if isinstance(node, (cst.Name, cst.Attribute)) else None
-        names = {it.name for it in scope.get_qualified_names_for(node)} if scope is not None else set()
+        is_name = isinstance(node, (cst.Name, cst.Attribute))
+        names = {name.name for name in self._qualified_names(node)} if is_name else set()
         stand_in = {
-            API + it[len(own) :] for own in self.passed for it in names if it == own or it.startswith(f"{own}.")
+            API + name[len(own) :] for own in self.passed for name in names if f"{name}.".startswith(f"{own}.")
         }
         return names | stand_in
 
     def modules(self, node: cst.CSTNode) -> set[str]:
         """Return the last names of the modules that a name or an attribute may be imported from."""
-        scope = self._scopes.get(node)
-        names = scope.get_qualified_names_for(node) if scope is not None else ()
-        imported = (it.name for it in names if it.source is QualifiedNameSource.IMPORT)
-        return {name.rpartition(".")[0].rpartition(".")[2] for name in imported}
+        names = (name for name in self._qualified_names(node) if name.source is QualifiedNameSource.IMPORT)
+        return {name.name.rpartition(".")[0].rpartition(".")[2] for name in names}
 
     def horovod(self, node: cst.CSTNode) -> str | None:
         """Return the name in Horovod's API that a name or an attribute refers to, such as `Compression.fp16`."""
@@ -132,8 +135,7 @@ class Source:
     def key(self, node: cst.CSTNode) -> str | None:
         """Return what identifies a variable in this file: `main.<locals>.model`, or `Class.self.model`."""
         if isinstance(node, cst.Name):
-            scope = self._scopes.get(node)
-            return min((it.name for it in scope.get_qualified_names_for(node)), default=None) if scope else None
+            return min((name.name for name in self._qualified_names(node)), default=None)
         owner = self.around(node, cst.ClassDef) if m.matches(node, m.Attribute(m.Name("self"))) else None
         return f"{owner.name.value}.self.{node.attr.value}" if owner else None  # type: ignore[attr-defined]
 
@@ -157,7 +159,7 @@ class Source:
     @cached_property
     def words(self) -> set[str]:
         """All names in the file."""
-        return {it.value for it in self.find(cst.Name)}
+        return {name.value for name in self.find(cst.Name)}
 
     # Its text, and changes of it.
 
@@ -179,7 +181,7 @@ class Source:
 
     def _applied(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield the places of the changes between two, without those that are part of another."""
-        for first, last in sorted(self.changes, key=lambda it: (it[0], it[1] > it[0], -it[1])):
+        for first, last in sorted(self.changes, key=lambda span: (span[0], span[1] > span[0], -span[1])):
             if start <= first and last <= end:
                 yield first, last
                 start = last
@@ -216,7 +218,7 @@ class Source:
         if len(kept) == len(items):
             return
         ends = self.span(items[0])[0], self.span(items[-1])[1]
-        self.changes[ends] = ", ".join(self.new(it) for it in kept)
+        self.changes[ends] = ", ".join(self.new(item) for item in kept)
 
     def indent(self, statement: cst.CSTNode) -> str:
         """Return what stands before a statement in its line."""
@@ -228,8 +230,8 @@ class Source:
     def shift(self, start: int, end: int, by: int) -> None:
         """Indent the lines that begin between two places, but for those of a text."""
         unit = self.module.default_indent
-        texts = [self.span(it) for it in (*self.find(cst.SimpleString), *self.find(cst.FormattedString))]
-        for line in (it for it in self._lines if start < it < end and self.text[it] != "\n"):
+        texts = [self.span(string) for string in (*self.find(cst.SimpleString), *self.find(cst.FormattedString))]
+        for line in (place for place in self._lines if start < place < end and self.text[place] != "\n"):
             is_text = any(first < line < last for first, last in texts)
             if not is_text and (by > 0 or self.text.startswith(unit, line)):
                 self.changes[line, line + len(unit) * (by < 0)] = unit * (by > 0)
@@ -239,7 +241,7 @@ class Source:
         """Take statements out, with conditions and blocks that would be empty."""
         removed = set(statements)
         for block in self.find(cst.IndentedBlock):  # the inner ones first
-            gone = [it for it in block.body if it in removed]
+            gone = [statement for statement in block.body if statement in removed]
             if len(gone) < len(block.body):
                 continue
             around = self.parents[block]

@@ -91,8 +91,8 @@ def plan(folder: Folder, source: Source, call: cst.Call) -> Wrapping:
     options, statement = bind(call, SIGNATURE), source.around(call, cst.SimpleStatementLine)
     if options is None or statement is None:
         raise NotFollowedError("its options are not those of one exchange among all ranks")
-    sent = [(it, broadcast_of(source, it)) for at, it in folder.calls("broadcast_parameters") if at is source]
-    whole = [(it, of[0]) for it, of in sent if of is not None and of[2] == "0"]
+    sends = [send for at, send in folder.calls("broadcast_parameters") if at is source]
+    whole = [(send, of[0]) for send in sends if (of := broadcast_of(source, send)) is not None and of[2] == "0"]
     named = options.get("named_parameters")
     if named is not None and m.matches(named, m.Call(m.Attribute(attr=m.Name("named_parameters")))):
         model = named.func.value
@@ -105,8 +105,8 @@ def plan(folder: Folder, source: Source, call: cst.Call) -> Wrapping:
     if (key := source.key(model)) is None:
         raise NotFollowedError(f"`{source.code(model)}` is more than a variable")
     block = source.body(statement)
-    lines = [source.own_line(it) for it, of in whole if source.key(of) == key]
-    later = [it for it in lines if it in block and block.index(it) > block.index(statement)]
+    lines = [source.own_line(send) for send, of in whole if source.key(of) == key]
+    later = [line for line in lines if line in block and block.index(line) > block.index(statement)]
     place: Any = later[0] if later else statement
     result = Wrapping(source, call, place, source.code(model), key, Training())
     _check_scope(result)
@@ -125,9 +125,9 @@ def plan(folder: Folder, source: Source, call: cst.Call) -> Wrapping:
 
 def _has_only(source: Source, optimizer: cst.BaseExpression, model: str) -> bool:
     """Return whether an optimizer is seen to have the parameters of one model, and no others."""
-    made = [source.parents[source.parents[it]] for it in source.uses[source.key(optimizer)]]
-    text = "".join(source.code(it.value) for it in made if isinstance(it, cst.Assign)) or source.code(optimizer)
-    return {*re.findall(r"([\w.]+)\.(?:named_)?parameters\(", text)} == {model}
+    assigned = [source.parents[source.parents[use]] for use in source.uses[source.key(optimizer)]]
+    values = [node.value for node in assigned if isinstance(node, cst.Assign)] or [optimizer]
+    return {*re.findall(r"([\w.]+)\.(?:named_)?parameters\(", "".join(map(source.code, values)))} == {model}
 
 
 def _check_scope(plan: Wrapping) -> None:
@@ -142,14 +142,14 @@ def _check_scope(plan: Wrapping) -> None:
         owner: Any = source.around(place, cst.ClassDef)
         if any("Module" in source.code(base) for base in owner.bases):
             raise NotFollowedError("the model is part of a module, which would have it twice")
-    elif plan.key.count("<locals>") != sum(isinstance(it, cst.FunctionDef) for it in source.ancestors(place)):
+    elif plan.key.count("<locals>") != sum(isinstance(node, cst.FunctionDef) for node in source.ancestors(place)):
         raise NotFollowedError(f"`{plan.model}` is not a variable of the function that makes its optimizer")
-    for it in source.ancestors(place):
-        if isinstance(it, cst.If) and source.function(it) is function and "__name__" not in source.code(it.test):
-            inside = [node for node in targets if it in source.ancestors(node)]
+    for condition in (node for node in source.ancestors(place) if isinstance(node, cst.If)):
+        if source.function(condition) is function and "__name__" not in source.code(condition.test):
+            inside = [node for node in targets if condition in source.ancestors(node)]
             if inside and len(inside) < len(targets):
                 raise NotFollowedError(f"`{plan.model}` is another one on each side of the condition around it")
-            plan.guard = it if not inside else plan.guard
+            plan.guard = condition if not inside else plan.guard
 
 
 def _write(plan: Wrapping, options: Mapping[str, Any]) -> None:
@@ -190,14 +190,16 @@ def _write(plan: Wrapping, options: Mapping[str, Any]) -> None:
 def _compress(source: Source, value: cst.BaseExpression, hook: str) -> None:
     """Put hooks in the place of an option's compressors, also where these are assigned to a variable."""
     uses = source.uses[source.key(value)] if isinstance(value, cst.Name) else []
-    assigned: list[Any] = [source.parents[source.parents[it]] for it in uses if source.assigned(it)]
-    values = [it.value for it in assigned if isinstance(it, cst.Assign)] or [value]
-    leaves = [leaf for it in values for leaf in ((it.body, it.orelse) if isinstance(it, cst.IfExp) else (it,))]
-    if any(source.horovod(it) not in ("Compression.none", *COMPRESSED) for it in leaves):
+    assigned: list[Any] = [source.parents[source.parents[use]] for use in uses if source.assigned(use)]
+    values = [node.value for node in assigned if isinstance(node, cst.Assign)] or [value]
+    leaves = []
+    for value in values:
+        leaves += [value.body, value.orelse] if isinstance(value, cst.IfExp) else [value]
+    if any(source.horovod(leaf) not in ("Compression.none", *COMPRESSED) for leaf in leaves):
         raise NotFollowedError("its compression is not hvd.Compression.fp16 or bf16")
-    for it in leaves:
-        kind = str(source.horovod(it)).removeprefix("Compression.")
-        source.replace(it, hook if kind == "none" else f"default_hooks.{kind}_compress_wrapper({hook})")
+    for leaf in leaves:
+        kind = str(source.horovod(leaf)).removeprefix("Compression.")
+        source.replace(leaf, hook if kind == "none" else f"default_hooks.{kind}_compress_wrapper({hook})")
 
 
 def find_passes(source: Source, call: cst.Call, model: str, optimizers: set[str]) -> tuple[list[Any], str] | None:
@@ -208,40 +210,38 @@ def find_passes(source: Source, call: cst.Call, model: str, optimizers: set[str]
     """
     loop, function = source.around(call, cst.For), source.function(call)
     body = list(loop.body.body) if loop is not None else []
-    inside = [it for it in body if it in source.ancestors(call)]
-    back = [it for it in body if m.findall(it, BACKWARD)]
+    inside = [statement for statement in body if statement in source.ancestors(call)]
+    back = [statement for statement in body if m.findall(statement, BACKWARD)]
     if loop is None or source.function(loop) is not function or not inside or not back:
         return None
     pass_ = body[body.index(inside[0]) : body.index(back[-1]) + 1]
-    uses = [it for it in source.find(cst.Call, function) if _gives(source, it, optimizers)]
-    steps = [it for it in uses if m.matches(it.func, m.Attribute(attr=m.Name("step")))]
-    other = [it for it in uses if it not in steps and not m.matches(it.func, m.Attribute(attr=m.Name("unscale_")))]
-    in_loop = [it for it in steps if loop in source.ancestors(it)]
-    if not pass_ or not steps or any(loop in source.ancestors(it) for it in other):
+    uses = [use for use in source.find(cst.Call, function) if _gives(source, use, optimizers)]
+    steps = [use for use in uses if m.matches(use.func, m.Attribute(attr=m.Name("step")))]
+    other = [use for use in uses if not m.matches(use.func, m.Attribute(attr=m.Name("step") | m.Name("unscale_")))]
+    in_loop = [step for step in steps if loop in source.ancestors(step)]
+    if not pass_ or not steps or any(loop in source.ancestors(use) for use in other):
         return None
     if not in_loop:
         return _last_of(source, loop, pass_, model)
-    held: list[Any] = [part for part in body if {part} & {*source.ancestors(in_loop[0])}]
-    names = {it.value for it in source.find(cst.Name, held[0].test)} if isinstance(held[0], cst.If) else set()
-    between = body[body.index(pass_[0]) : body.index(held[0])]
+    held: Any = [part for part in body if {part} & {*source.ancestors(in_loop[0])}][0]
+    names = {name.value for name in source.find(cst.Name, held.test)} if isinstance(held, cst.If) else set()
+    between = body[body.index(pass_[0]) : body.index(held)]
     changed = {
-        it.value
+        name.value
         for part in between
-        for it in source.find(cst.Name, part)
-        if source.assigned(it) or isinstance(source.parents[it], cst.AugAssign)
+        for name in source.find(cst.Name, part)
+        if source.assigned(name) or isinstance(source.parents[name], cst.AugAssign)
     }
-    is_one = (
-        all(held[0] in source.ancestors(it) for it in steps) and isinstance(held[0], cst.If) and not held[0].orelse
-    )
+    is_one = all(held in source.ancestors(step) for step in steps) and isinstance(held, cst.If) and not held.orelse
     if not is_one or names & changed or pass_[-1] not in between:
         return None
-    return pass_, f"contextlib.nullcontext() if {source.code(held[0].test)} else {model}.no_sync()"
+    return pass_, f"contextlib.nullcontext() if {source.code(held.test)} else {model}.no_sync()"
 
 
 def _gives(source: Source, call: cst.Call, optimizers: set[str]) -> bool:
     """Return whether a call makes an optimizer's step, or gets the optimizer and may make it."""
-    own = [call.func.value] if m.matches(call.func, m.Attribute(attr=m.Name("step"))) else []  # type: ignore[attr-defined]
-    return any(source.code(it).split(".")[-1] in optimizers for it in (*own, *(arg.value for arg in call.args)))
+    own: list[Any] = [call.func] if m.matches(call.func, m.Attribute(attr=m.Name("step"))) else []
+    return any(source.code(node.value).split(".")[-1] in optimizers for node in (*own, *call.args))
 
 
 def _last_of(source: Source, loop: cst.For, pass_: list[Any], model: str) -> tuple[list[Any], str] | None:

@@ -67,8 +67,8 @@ class Orphans:
     def list(self) -> set[int]:
         """Return their numbers, and forget those that have ended."""
         with suppress(OSError):  # some kernels have no such file
-            found = {int(child) for child in self._children.read_text().split()} - self._own
-            return {child for child in found if os.waitpid(child, os.WNOHANG)[0] == 0}
+            children = {int(child) for child in self._children.read_text().split()} - self._own
+            return {child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0}
         return set()
 
     def spare_daemons(self, orphans: Collection[int]) -> None:

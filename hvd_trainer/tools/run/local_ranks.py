@@ -51,10 +51,10 @@ def run_ranks(command: Sequence[str], size: int, *, is_guard: bool = False) -> i
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], orphans: Orphans | None) -> int:
     """Return once all ranks have ended, or one has failed and the others had the time to end by themselves."""
     while True:
-        found = orphans.list() if orphans is not None else ()
+        pids = orphans.list() if orphans is not None else ()
         codes = [rank.poll() for rank in ranks]
         if orphans is not None and not any(code is not None for code in codes):
-            orphans.spare_daemons(found)
+            orphans.spare_daemons(pids)
         failed = next((code for code in codes if code), None)
         if failed is not None:
             # After a mistake of the user's, which rank 0 has reported, the others wait to be ended.

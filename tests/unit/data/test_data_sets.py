@@ -10,6 +10,7 @@ import threading
 from collections import UserDict
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import data_checks
@@ -272,3 +273,26 @@ def test_batch_norm_on_one_sample_is_an_error() -> None:
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         fit(numbers(9), model=model)
     assert fit(numbers(8), numbers(1), model=model)[0]["test_loss"] >= 0
+
+
+FORK_SERVER = """
+import multiprocessing, sys
+
+def say():
+    print("PyTorch is", "imported" if "torch" in sys.modules else "absent", flush=True)
+
+if __name__ == "__main__":
+    import hvd_trainer.data
+    multiprocessing.set_start_method("forkserver")
+    process = multiprocessing.Process(target=say)
+    process.start()
+    process.join()
+"""
+
+
+def test_loader_processes_of_a_fork_server_have_pytorch(tmp_path: Path) -> None:
+    """Where the main module imports it in a function, each process did, in 3 s instead of 0.1 s."""
+    script = tmp_path / "script.py"
+    script.write_text(FORK_SERVER)
+    done = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True)
+    assert done.stdout == "PyTorch is imported\n"

@@ -75,7 +75,7 @@ def test_help_ends_without_a_word_where_nobody_reads(words: str, unbuffered: str
     environ = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     try:
         ended = subprocess.run(
-            command, stdout=writer, stderr=subprocess.PIPE, env=environ, timeout=60, check=False
+            command, stdout=writer, stderr=subprocess.PIPE, env=environ, timeout=240, check=False
         )
     finally:
         os.close(writer)

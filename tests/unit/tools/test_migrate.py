@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from migrate_cases import CASES, HEAD, IMPORTS
+from requirements import requires
 
 from hvd_trainer import cli
 from hvd_trainer.errors import OptionError
@@ -263,16 +264,13 @@ def test_names_that_the_result_needs_must_be_free() -> None:
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
     path.write_text(CASES["world"].before)
-    subprocess.run(["git", "-C", str(tmp_path), "init", "-q"], check=True)
-    subprocess.run(["git", "-C", str(tmp_path), "add", "."], check=True)
-    words = ["-c", "user.name=me", "-c", "user.email=me@here", "commit", "-qm", "begin"]
-    subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
     return path
 
 
 def test_the_command_prints_a_diff_and_writes_when_it_is_told_to(
-    script: Path, capsys: pytest.CaptureFixture[str]
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PATH", "")  # a machine without git
     beside = script.with_name("README.md")
     beside.write_text("    horovodrun -np 4 python train.py\n")
     assert cli.main(["migrate", str(script)]) == 0
@@ -281,8 +279,7 @@ def test_the_command_prints_a_diff_and_writes_when_it_is_told_to(
     assert "+dist.barrier()\n" in printed
     assert "+    torchrun --nproc-per-node 4 train.py" in printed
     assert script.read_text() == CASES["world"].before
-    subprocess.run(["git", "-C", str(script.parent), "add", "."], check=True)
-    assert cli.main(["migrate", str(script), "--write", "--force"]) == 0
+    assert cli.main(["migrate", str(script), "--write"]) == 0
     assert script.read_text() == CASES["world"].after
     assert beside.read_text() == "    torchrun --nproc-per-node 4 train.py\n"
 
@@ -295,11 +292,20 @@ def test_files_of_a_folder_that_are_not_about_horovod_may_be_anything(script: Pa
     assert script.read_bytes() == CASES["world"].after.replace("\n", "\r\n").encode()
 
 
+@requires("git")
 def test_changes_that_git_does_not_have_are_not_overwritten(script: Path) -> None:
-    script.write_text(script.read_text() + "print(3)\n")
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", str(script.parent), *words], check=True)
+
+    git("init", "-q")
+    git("add", ".")
     with pytest.raises(OptionError, match="has changes that git does not have. Commit them, or type --force"):
         migrate_cli.main([str(script), "--write"])
-    assert "print(3)" in script.read_text()
+    assert script.read_text() == CASES["world"].before
+    git("-c", "user.name=me", "-c", "user.email=me@here", "commit", "-qm", "begin")
+    assert migrate_cli.main([str(script), "--write"]) == 0
+    assert script.read_text() == CASES["world"].after
+    script.write_text(CASES["world"].before)
     assert migrate_cli.main([str(script), "--write", "--force"]) == 0
 
 

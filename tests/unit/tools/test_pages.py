@@ -90,7 +90,8 @@ def write_runs(folder: Path) -> Path:
             if number == 0:
                 lines.write(json.dumps({"event": "end", **known, **at, **figures, "peak_memory_mb": 300.0}) + "\n")
                 lines.write(
-                    '{"event": "step", "step": 99, "started_at": "yesterday"}\n[1]\n{"event": "step", "torn'
+                    '{"event": "step", "step": 99, "started_at": "yesterday"}\n'
+                    '{"event": "step", "step": 98, "started_at": 1.0}\n[1]\n{"event": "step", "torn'
                 )
         (folder / name / "config.yaml").write_text(yaml.safe_dump({"lr": 0.1 + number, "seed": 1}))
     (folder / "second" / "failures" / "stall.txt").touch()
