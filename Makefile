@@ -33,8 +33,8 @@ help:
 	@echo "make mnist   train MNIST: horovodrun -np $(NP) python -m hvd_trainer.mnist"
 	@echo "             options: ARGS=\"--epochs 3\"  DATA_DIR=folder  NP=2  HOROVOD_ARGS=\"--gpu none\""
 	@echo "make test    run the test suite (PYTEST_ARGS=\"-k name\" selects, LONG=1 runs the long ones too)"
-	@echo "make gpu-test  prove on this machine's GPUs what can be proved; writes a report"
-	@echo "             options: GPU_ARGS=\"--out folder --data-dir mnist --stages facts,nccl\""
+	@echo "make gpu-test  prove on this machine's GPUs what can be proved; writes gpu-report.md and gpu-report.xml"
+	@echo "             options are pytest's: GPU_ARGS=\"-x -k 'ddp and not speed'\""
 	@echo "make image-test  build the Docker image and train in it (root, buildah, debootstrap)"
 	@echo "make lint    ruff, mypy and the order of imports"
 	@echo "make audit   known vulnerabilities of all that is installed (asks a service on the internet)"
@@ -59,7 +59,7 @@ image-test: $(STAMPS)/horovod $(STAMPS)/test
 
 # It builds Horovod itself. Without a GPU it says so and exits with 69.
 gpu-test: $(STAMPS)/test
-	PATH="$(abspath $(BIN)):$$PATH" python tests/gpu $(GPU_ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" python -m pytest -m gpu tests/gpu --junitxml gpu-report.xml $(GPU_ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

@@ -109,14 +109,23 @@ def _environment_is_restored() -> Iterator[None]:
         pytest.fail(f"the test left changes in os.environ: {', '.join(sorted(changed))}")
 
 
+@pytest.fixture(scope="session")
+def gpu_environment(pytestconfig: pytest.Config) -> dict[str, str | None]:
+    """Return what to change in the environment for a process that shall see GPUs; None removes a variable."""
+    return {**dict.fromkeys(NO_GPUS), **pytestconfig.stash[_GPUS]}
+
+
 @pytest.fixture(autouse=True)
-def _gpus_are_seen_by_tests_of_them(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _gpus_are_seen_by_tests_of_them(
+    request: pytest.FixtureRequest, gpu_environment: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Show GPUs to tests marked `gpu` and their children; PyTorch in this process may have counted none before."""
     if request.node.get_closest_marker("gpu") is not None:
-        for name in NO_GPUS:
-            monkeypatch.delenv(name)
-        for name, value in request.config.stash[_GPUS].items():
-            monkeypatch.setenv(name, value)
+        for name, value in gpu_environment.items():
+            if value is None:
+                monkeypatch.delenv(name)
+            else:
+                monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(autouse=True)

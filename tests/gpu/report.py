@@ -1,105 +1,53 @@
-"""The report, as Markdown and as JSON: what is proven, measured, failed, or could not be shown here."""
+"""The report in Markdown: the machine, what failed and why, what could not be shown here, and all figures."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from gpu.bench import Check, Ran
+import pytest
+
+from hvd_trainer.measure.machine import describe_machine
 from hvd_trainer.measure.report import Table
 
-PROVEN, MEASURED, FAILED, NOT_HERE = "proven", "measured", "failed", "not provable here"
-Status = Literal["proven", "measured", "failed", "not provable here"]
-MAX_TAIL_LINES, MAX_TAIL_CHARACTERS = 25, 4_000
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a check."""
-
-    stage: str
-    name: str
-    status: Status
-    why: str
-    """what failed, or what is missing"""
-    seconds: float
-    figures: dict[str, Any] = field(default_factory=dict)
-    commands: list[dict[str, Any]] = field(default_factory=list)
-    """each with its exit code, seconds and the tail of its output"""
-
-
-def outcome(
-    stage: str, check: Check, status: Status, why: str, seconds: float, figures: dict[str, Any], ran: Sequence[Ran]
-) -> Outcome:
-    """Return an outcome with the tails of what the commands printed."""
-    commands = [
-        {"command": its.command, "exit_code": its.code, "seconds": round(its.seconds, 1), "tail": tail(its.output)}
-        for its in ran
-    ]
-    return Outcome(stage, check.name, status, why, round(seconds, 1), figures, commands)
-
-
-def tail(output: str) -> str:
-    return "\n".join(output.strip().splitlines()[-MAX_TAIL_LINES:])[-MAX_TAIL_CHARACTERS:]
-
-
-class Report:
-    """Written anew after each check, so that it is there whatever happens.
+class MarkdownReport:
+    """A plugin of pytest that writes what tests came to, again after each one: a run that is killed leaves it.
 
     Args:
-        folder: for gpu-report.md and gpu-report.json.
-        about: the machine, and how the runner was called.
-        earlier: a gpu-report.json, whose outcomes of other stages stay; or None.
+        file: to write.
+        facts: of the machine, by name.
     """
 
-    def __init__(self, folder: Path, about: dict[str, Any], earlier: Path | None, stages: Sequence[str]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.about = folder, about
-        before = json.loads(earlier.read_text())["checks"] if earlier is not None else []
-        self.kept = [Outcome(**its) for its in before if its["stage"] not in stages]
-        self.new: list[Outcome] = []
+    def __init__(self, file: Path, facts: Mapping[str, Any]) -> None:
+        self._file, self._facts = file, facts
+        self._tests: dict[str, list[pytest.TestReport]] = {}
+        file.parent.mkdir(parents=True, exist_ok=True)
 
-    def add(self, its: Outcome) -> None:
-        self.new.append(its)
-        everything = [*self.kept, *self.new]
-        content = {"about": self.about, "checks": [asdict(one) for one in everything]}
-        (self.folder / "gpu-report.json").write_text(json.dumps(content, indent=1, default=str))
-        (self.folder / "gpu-report.md").write_text(markdown(self.about, everything))
-
-    def summary(self) -> str:
-        found = [its.status for its in self.new]
-        counts = [f"{found.count(status)} {status}" for status in (PROVEN, MEASURED, FAILED, NOT_HERE)]
-        return f"{', '.join(counts)}: {self.folder / 'gpu-report.md'}"
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take in one phase of a test."""
+        self._tests.setdefault(report.nodeid.removeprefix("tests/gpu/"), []).append(report)
+        if report.when == "teardown":
+            # Horovod may have been built meanwhile.
+            self._file.write_text(markdown({**self._facts, **describe_machine()}, self._tests))
 
 
-def markdown(about: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
-    lines = ["# gpu-test", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
-    if about["device"] == "cpu":
-        lines += ["**On the CPU: it shows that the checks run, and nothing of GPUs.**", ""]
-    for status in (FAILED, NOT_HERE):
-        lines += [f"## {status.capitalize()}", ""]
-        lines += [f"- {its.stage}, {its.name}: {plain(its.why)}" for its in outcomes if its.status == status]
-        lines += [""]
-    rows = []
-    for its in outcomes:
-        figures = "; ".join(f"{name}: {value}" for name, value in its.figures.items())
-        rows.append((its.stage, its.name, its.status, figures, str(its.seconds)))
-    table = Table("", ("stage", "check", "status", "figures", "s"), rows, words=(0, 1, 2, 3))
-    lines += ["## All checks", "", table.markdown(), "", "## Commands, and the ends of what they printed", ""]
-    for its in outcomes:
-        lines += [f"<details><summary>{its.stage}, {its.name}: {its.status}</summary>", ""]
-        for one in its.commands:
-            shown = one["tail"] if its.status == FAILED else "\n".join(one["tail"].splitlines()[-5:])
-            lines += [f"exit code {one['exit_code']} after {one['seconds']} s", "", "````", one["command"], shown]
-            lines += ["````", ""]
-        lines += ["</details>", ""]
-    return "\n".join(lines)
-
-
-def plain(text: str) -> str:
-    """Return a text that keeps to one line."""
-    return re.sub(r"\s+", " ", text).replace("|", "\\|")
+def markdown(facts: Mapping[str, Any], tests: Mapping[str, Sequence[pytest.TestReport]]) -> str:
+    """Return the report of tests by their names, each in its phases."""
+    rows, failed, skipped = [], [], []
+    for name, phases in tests.items():
+        last = next((phase for phase in phases if not phase.passed), phases[-1])
+        figures = "; ".join(f"{figure}: {value}" for figure, value in phases[-1].user_properties)
+        rows.append((name, last.outcome, figures, f"{sum(phase.duration for phase in phases):.1f}"))
+        if last.failed:
+            failed += [f"### {name}", "", "````", last.longreprtext, "````", ""]
+        elif last.skipped and isinstance(last.longrepr, tuple):
+            skipped.append(f"- {name}: {last.longrepr[2]}")
+    counts = Counter(outcome for _, outcome, *_ in rows)
+    table = Table("", ("test", "outcome", "figures", "s"), rows, words=(0, 1, 2))
+    lines = ["# gpu-test", "", ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "skipped")), ""]
+    lines += [f"- {name}: {' '.join(str(value).split())}" for name, value in facts.items()]
+    lines += ["", "## Failed", "", *failed, "## Not shown here", "", *skipped, "", "## All tests", ""]
+    return "\n".join([*lines, table.markdown(), ""])

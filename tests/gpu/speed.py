@@ -1,102 +1,86 @@
-"""How fast: saving, a step beside a raw loop's, MNIST to 99 %, ResNet-50, CUDA graphs, batch norm over ranks."""
+"""The time of a step by hand and by the Trainer, by functions that a rank runs."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+import time
+from statistics import median
 from typing import Any
 
-from gpu import table
-from gpu.bench import HERE, IMDB, Bench, Check, FailedError, figures_in, records
-from gpu.memory import sizes
-from gpu.table import needs_in
+import torch
+from stream_checks import place
+from torch import nn
+from torch.nn.functional import cross_entropy
 
-OVERHEAD_US = 50.0
-"""More than a raw loop a step may cost."""
-OF_RAW = 0.98
-"""Of the raw loop's images a second."""
-OF_PYTORCH = 1.3
-"""Of the time that PyTorch's batch norm over ranks takes."""
+from hvd_trainer import Callback, RunView, TensorData, Trainer, TrainerOptions
+from hvd_trainer.config.parser import parse
+from hvd_trainer.jobs.models import MODELS
+from hvd_trainer.utils import accelerator
 
-
-def speed(bench: Bench) -> Iterable[Check]:
-    yield Check("a save stalls for a copy's time", check_stall_of_save)
-    for model in ("quick", "mlp"):
-        for engine in table.ENGINES:
-            text = f"--backend {engine}"
-            yield Check(f"step of {model}, {engine}", check_overhead, (model, text), needs_in(text))
-    yield Check("batch norm over two ranks", check_batch_norm)
-    yield Check("MNIST to 99 %", check_target, ("",), ("mnist",))
-    for name, row in table.SPEED.items():
-        text = f"--backend single {row}"
-        yield Check(f"step of quick: {name}", check_overhead, ("quick", text), needs_in(text))
-        yield Check(f"MNIST to 99 %: {name}", check_target, (text,), ("mnist", *needs_in(text)))
-    for name, text in table.RESNET.items():
-        yield Check(f"ResNet-50: {name}", check_resnet, (text,), ("torchvision", *needs_in(text)))
+ON_CUDA = accelerator.kind() == "cuda"
+WARM, BLOCKS = 30, 3
 
 
-def measure(bench: Bench, *words: str) -> dict[str, float]:
-    """Run speed_job.py; return its figures."""
-    return figures_in(bench.ok(str(HERE / "speed_job.py"), *words, "--on", bench.device, limit_s=120).output)
+class Clock(Callback):
+    """Takes the time of blocks of steps, each to the end of its work on the device."""
+
+    def __init__(self, device: torch.device, block: int) -> None:
+        self.device, self.block, self.number = device, block if ON_CUDA else 1, 0
+        self.total = WARM + BLOCKS * self.block
+        self._times: list[float] = []
+
+    def on_step_end(self, run: RunView | None, result: Any) -> None:
+        self.number += 1
+        if self.number >= WARM and (self.number - WARM) % self.block == 0:
+            accelerator.synchronize(self.device)
+            self._times.append(time.perf_counter())
+
+    def step_us(self) -> float:
+        """Return the median of the blocks, for a step."""
+        blocks = [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
+        return 1e6 * median(blocks) / self.block
 
 
-def block(bench: Bench, steps: int) -> tuple[str, str]:
-    return "--block", str(steps if bench.on_gpu else 5)
+def parts(name: str) -> tuple[nn.Module, TensorData, int, Clock]:
+    """Return a model, as many images as are timed, the batch size, and the clock."""
+    torch.manual_seed(0)
+    if name == "resnet":
+        from torchvision.models import resnet50
+
+        model, clock, batch, shape = resnet50(num_classes=10), Clock(place(), 10), 256, (3, 224, 224)
+    else:
+        model, clock, batch, shape = MODELS[name](), Clock(place(), 200), 250, (1, 28, 28)
+    images = torch.randn(clock.total * batch, *shape, dtype=torch.bfloat16, device=clock.device)
+    data = TensorData(images, torch.randint(10, (len(images),), device=clock.device), torch.Tensor.float)
+    return model.to(clock.device), data, batch, clock
 
 
-def check_overhead(bench: Bench, model: str, text: str) -> dict[str, Any]:
-    common = ("steps", "--model", model, *block(bench, 200))
-    raw = measure(bench, *common, "--loop", "raw")
-    ours = measure(bench, *common, "--loop", "trainer", *text.split())
-    more = ours["us"] - raw["us"]
-    figures = {f"{name}, {who}": its[name] for name in raw for who, its in (("raw", raw), ("ours", ours))}
-    bench.judge(more <= OVERHEAD_US, f"{more:.0f} us more than a raw loop: {figures}")
-    return figures | {"overhead, us": round(more, 1)}
+def step_by_hand(name: str, words: list[str]) -> tuple[int, float]:
+    """Time the loop that a person writes, with the options that a Trainer has."""
+    model, data, batch, clock = parts(name)
+    layout = torch.channels_last if "--channels-last" in words else torch.contiguous_format
+    model.to(memory_format=layout)
+    half = torch.autocast(clock.device.type, torch.bfloat16, enabled="bf16" in words)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=ON_CUDA)
+    if "--compile" in words:
+        model.compile()
+    total = torch.zeros((), dtype=torch.float64, device=clock.device)
+    for chosen in torch.randperm(len(data)).to(clock.device).split(batch):
+        inputs, targets = data.inputs.index_select(0, chosen).float(), data.targets.index_select(0, chosen)
+        with half:
+            loss = cross_entropy(model(inputs.contiguous(memory_format=layout)), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total += loss.detach() * len(chosen)
+        clock.on_step_end(None, None)
+    return 0, clock.step_us()
 
 
-def check_target(bench: Bench, text: str) -> dict[str, Any]:
-    seeds = ("--seeds", "5" if bench.on_gpu else "1")
-    gpus = ("--gpus",) if bench.on_gpu else ()
-    job = ("-m", "benchmarks.to_target", "--data-dir", str(bench.data_dir), *seeds, *gpus)
-    output = bench.ok(*job, "--", "--device", bench.device, *text.split(), limit_s=120).output
-    found = re.findall(r"^\| (seconds after the first step|first step, s) \| ([\d.e-]+)", output, re.MULTILINE)
-    reached = re.search(r"^(\d+) of (\d+) seeds reached", output, re.MULTILINE)
-    if reached is None or reached[1] != reached[2]:
-        raise FailedError(reached[0] if reached else "no table")
-    return {name: float(value) for name, value in found} | {"seeds": int(reached[2])}
-
-
-def check_resnet(bench: Bench, text: str) -> dict[str, Any]:
-    common = ("steps", "--model", "resnet", *block(bench, 10), "--precision", "bf16", *text.split())
-    batch = 256 if bench.on_gpu else 4
-    raw = batch * 1e6 / measure(bench, *common, "--loop", "raw")["us"]
-    ours = batch * 1e6 / measure(bench, *common, "--loop", "trainer", "--backend", "single")["us"]
-    bench.judge(ours >= OF_RAW * raw, f"{ours:.0f} images/s, a raw loop {raw:.0f}")
-    return {"images/s, raw": round(raw), "images/s, ours": round(ours), "ours of raw": round(ours / raw, 3)}
-
-
-def check_batch_norm(bench: Bench) -> dict[str, Any]:
-    job = (str(HERE / "speed_job.py"), "norm", "--backend", "ddp", "--device", bench.device)
-    figures = figures_in(bench.two_ranks(*job))
-    if len(figures) == 2:
-        ours, theirs = figures.values()
-        bench.judge(
-            ours <= OF_PYTORCH * theirs, f"ours takes {ours / theirs:.1f} times as long as PyTorch's: {figures}"
-        )
-    return figures
-
-
-def check_stall_of_save(bench: Bench) -> dict[str, Any]:
-    """Of the first save, which takes the memory, and of a later one; weights and Adam's state of 3 GB on a GPU."""
-    stalls = {}
-    words, parameters = sizes(bench)
-    for saves in (1, 4):
-        log_dir = bench.folder("save")
-        job = (*IMDB, *words, "--backend", "single", "--device", bench.device, "--log-dir", log_dir)
-        every = ("--save-every-steps", "5", "--save-every-epochs", "None", "--keep-best", "None")
-        bench.ok(*job, *every, "--max-steps", str(5 * saves), limit_s=120)
-        stalls[saves] = records(log_dir, "end")[0]["save_stall_s"]
-    later = (stalls[4] - stalls[1]) / 3
-    copy = measure(bench, "copy", "--bytes", str(12 * parameters))["us"] / 1e6
-    bench.judge(later < 2 * copy + 0.01, f"a later save stalls {later:.3f} s; one copy takes {copy:.3f} s")
-    return {"first, s": round(stalls[1], 3), "later, s": round(later, 3), "one copy, s": round(copy, 3)}
+def step_by_trainer(name: str, words: list[str]) -> tuple[int, float]:
+    """Time the same by the Trainer."""
+    model, data, batch, clock = parts(name)
+    usual = ["--quiet", "--epochs", "9", "--log-every", "100000", "--batch-size", str(batch)]
+    with Trainer(parse(TrainerOptions, [*usual, "--max-steps", str(clock.total), *words])) as trainer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=ON_CUDA)
+        trainer.fit(model, optimizer, cross_entropy, data, callbacks=[clock])
+    return 0, clock.step_us()

@@ -93,10 +93,10 @@ TYPED_ELSEWHERE = {
     "hvd-trainer migrate train.py --prove -np 2 -- --epochs 1": ("test_migrate_proves.py", '"--prove"'),
     # Too long for CI; its parts that are quick are tested beside it.
     "make image-test": ("Makefile", "-m image"),
-    # Its stages need a GPU; that these forms are there is tested without one.
+    # They need a GPU; that these forms are there is tested without one.
     **dict.fromkeys(
         (command for command in documents.commands() if "gpu-test" in command or "tests/gpu" in command),
-        ("test_gpu_runner.py", "test_documented_gpu_commands_exist"),
+        ("test_gpu_test.py", "test_documented_command_without_a_gpu_says_so"),
     ),
     "source .venv/bin/activate": ("Makefile", "-m venv"),
     "pip install -c constraints.txt .": ("Makefile", "install -c constraints.txt"),
@@ -451,7 +451,6 @@ def test_options_in_prose_exist() -> None:
         "hvd_trainer doctor",
         "benchmarks",
         "benchmarks.to_target",
-        "tests/gpu/__main__.py",
     ):
         known |= documents.options_in(help_of(what))
     for document in documents.ALL:

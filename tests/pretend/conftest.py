@@ -9,5 +9,6 @@ from pretend import build
 
 @pytest.fixture(scope="session", autouse=True)
 def _library() -> None:
-    if build.missing() is None:
-        build.build()
+    if (reason := build.missing()) is not None:
+        pytest.skip(reason)
+    build.build()

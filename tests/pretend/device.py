@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -40,6 +41,21 @@ def run_in_order(name: str) -> None:
     default_us, others_us, blocking = ORDERS[name]
     library().set_delays(default_us, others_us)
     library().set_blocking(blocking)
+
+
+def hold(index: int) -> Any:
+    """Stop the current stream of a device until `reach` of what is returned is called."""
+    return library().hold(index)
+
+
+def on_host_wait(call: Callable[[str], None]) -> None:
+    """From now on call this with the reason each time that the host waits for the device."""
+    library().on_host_wait(call)
+
+
+def num_late_writes() -> int:
+    """Return how often memory was written after it had been freed."""
+    return int(library().late_writes())
 
 
 def install(order: str = "as queued") -> None:

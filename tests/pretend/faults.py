@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretend import checks, stream_checks
+import device_checks
+import stream_checks
+from rules import FOLDER, LATE_SIDE
+from ways_to_train import DIGITS, TEXTS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LATE_SIDE, LATE_DEFAULT = "late side streams", "late default stream"
 VERY_LATE_SIDE = "very late side streams"
 """Later than a step takes: batches are fetched one step ahead."""
 
@@ -48,21 +50,16 @@ class Fault(NamedTuple):
         return source.replace(self.old, self.new)
 
 
-FOLDER = "FOLDER"
-DDP, HOROVOD = (f"{checks.DIGITS} --backend {engine}" for engine in ("ddp", "horovod"))
-
-
 def bits(text: str, order: str, job: str = "mnist") -> tuple[Any, ...]:
-    return checks.same_bits, (job, [text], FOLDER, ["blocking", order])
+    return device_checks.same_bits, (job, [text], FOLDER, ["blocking", order])
 
 
 def waits(text: str) -> tuple[Any, ...]:
-    return checks.host_waits, ("ddp", [text])
+    return device_checks.host_waits, ("ddp", [text])
 
 
-WORKERS = f"{checks.DIGITS} --backend single --workers 1"
+WORKERS = f"{DIGITS} --backend single --workers 1"
 TRANSFER, EXECUTOR, OPERATION = "data/transfer.py", "hvd/common/executor.py", "hvd/collective.py"
-STAGES = f"{checks.TEXTS} --backend ddp --stages 2"
 
 ALL = (
     # Batches.
@@ -156,7 +153,7 @@ ALL = (
         "utils/rng.py",
         "        state[device.type] = torch.get_device_module(device).get_rng_state(device)\n",
         "        pass\n",
-        checks.generators,
+        device_checks.generators,
         (),
         1,
     ),
@@ -165,7 +162,7 @@ ALL = (
         "utils/rng.py",
         "get_rng_state(device)",
         "get_rng_state(0)",
-        checks.generators,
+        device_checks.generators,
         (),
         1,
     ),
@@ -174,7 +171,7 @@ ALL = (
         "utils/rng.py",
         ".set_rng_state(state[device.type], device)",
         ".set_rng_state(state[device.type], 0)",
-        checks.generators,
+        device_checks.generators,
         (),
         1,
     ),
@@ -183,7 +180,7 @@ ALL = (
         "utils/accelerator.py",
         "module.default_generators[index].manual_seed",
         "module.default_generators[0].manual_seed",
-        checks.generators,
+        device_checks.generators,
         (),
         1,
     ),
@@ -194,7 +191,7 @@ ALL = (
         "                    stream.wait_event(job.request.ready)\n",
         "                    pass\n",
         stream_checks.hvd_in_any_order,
-        (LATE_SIDE,),
+        ((LATE_SIDE,),),
     ),
     Fault(
         "hvd: a result is used before the exchange has ended",
@@ -202,7 +199,7 @@ ALL = (
         "            stream.wait_event(request.finished)\n",
         "",
         stream_checks.hvd_in_any_order,
-        (LATE_SIDE,),
+        ((LATE_SIDE,),),
     ),
     Fault(
         "hvd: the stream does not wait for the group's",
@@ -210,7 +207,7 @@ ALL = (
         "            work.wait()\n            return\n        while",
         "            return\n        while",
         stream_checks.hvd_in_any_order,
-        (LATE_SIDE,),
+        ((LATE_SIDE,),),
     ),
     Fault(
         "hvd: the end is noted before the exchange",
@@ -222,7 +219,7 @@ ALL = (
         "            finished.record(stream)\n"
         "            run(jobs, device)\n",
         stream_checks.hvd_in_any_order,
-        (LATE_SIDE,),
+        ((LATE_SIDE,),),
     ),
     Fault(
         "hvd: poll asks the host alone",
@@ -230,7 +227,7 @@ ALL = (
         "request.finished is None or bool(request.finished.query())",
         "True",
         stream_checks.hvd_in_any_order,
-        ("as queued",),
+        (("as queued",),),
     ),
     Fault(
         "hvd: the device's groups are not aborted",
@@ -245,10 +242,13 @@ ALL = (
     Fault(
         "stages: gradients are used before they are summed",
         "backends/ddp_collectives.py",
-        "        work, wire = self._sent.pop(bucket.number)\n        work.wait()\n",
-        "        _, wire = self._sent.pop(bucket.number)\n",
-        checks.same_bits,
-        ("imdb", [f"{checks.TEXTS} --backend ddp --chunks 2"], FOLDER, ["blocking", LATE_SIDE]),
+        "        work, wire = self._sent.pop(bucket.number)
+        work.wait()
+",
+        "        _, wire = self._sent.pop(bucket.number)
+",
+        device_checks.same_bits,
+        ("imdb", [f"{TEXTS} --backend ddp --chunks 2"], FOLDER, ["blocking", LATE_SIDE]),
     ),
     Fault(
         "an abort leaves the device waiting",
@@ -264,8 +264,8 @@ ALL = (
         "parallel/device_pipeline.py",
         "move_to(values[chunk], self._devices[part])",
         "move_to(values[chunk], self._devices[0])",
-        checks.same_bits,
-        ("imdb", [f"{checks.TEXTS} --backend ddp --devices-per-rank 2"], FOLDER, ["as queued"]),
+        device_checks.same_bits,
+        ("imdb", [f"{TEXTS} --backend ddp --devices-per-rank 2"], FOLDER, ["as queued"]),
         1,
     ),
     Fault(
@@ -273,7 +273,7 @@ ALL = (
         "backends/collectives.py",
         "for tensor in tensors if accelerator.is_host(tensor.device)]",
         "for tensor in tensors]",
-        stream_checks.peak,
+        device_checks.peak,
         ("--backend ddp --reproducible 2", 2.0, "--backend ddp"),
     ),
 )

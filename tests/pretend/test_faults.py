@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launchers import LaunchError, run_ranks
+from launchers import LaunchError
+from rules import FOLDER
 
-from pretend import build, faults, startup
+from pretend import faults, startup
+from pretend.ranks import run_ranks
 
 
 @pytest.mark.parametrize("fault", faults.ALL, ids=lambda fault: fault.what)
@@ -17,11 +19,10 @@ def test_fault_stands_where_it_is_put(fault: faults.Fault) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 @pytest.mark.parametrize("fault", faults.ALL, ids=lambda fault: fault.what)
 def test_fault_is_caught(fault: faults.Fault, tmp_path: Path) -> None:
     """By fresh processes: those that are forked have imported the product already."""
-    args = [str(tmp_path) if argument == faults.FOLDER else argument for argument in fault.args]
+    args = [str(tmp_path) if argument == FOLDER else argument for argument in fault.args]
     with pytest.raises(LaunchError) as caught:
         run_ranks(
             fault.check,

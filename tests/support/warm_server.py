@@ -36,6 +36,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+import own_host
 from child_environment import STARTUP
 from process_tree import MARK
 
@@ -147,6 +148,7 @@ def launch(wanted: dict[str, Any], files: list[int], connection: socket.socket, 
             connection.close()
             os.environ.update(dict(zip(("RANK", "LOCAL_RANK"), [str(rank)] * 2, strict=True)))
             os.environ.update(dict(zip(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), [str(size)] * 2, strict=True)))
+            own_host.enter()
             run(wanted["argv"])
     connection.send(json.dumps(end_of(ranks, connection)).encode())
     os._exit(0)

@@ -15,9 +15,12 @@ if "HVD_TRAINER_TEST_WARM" in os.environ:
 
     del sys.path[0]
     warm_client.hand_over(os.environ["HVD_TRAINER_TEST_WARM"])
-if "HVD_TRAINER_TEST_PRETEND" in os.environ or "HVD_TRAINER_TEST_FAULT" in os.environ:
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+if not {"HVD_TRAINER_TEST_PRETEND", "HVD_TRAINER_TEST_FAULT", "HVD_TRAINER_TEST_OWN_HOSTS"}.isdisjoint(os.environ):
+    support = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[:0] = [os.path.dirname(support), support]
+    import own_host
     import pretend.startup
 
+    own_host.enter()
     pretend.startup.begin()
-    del sys.path[0]
+    del sys.path[:2]

@@ -1,32 +1,28 @@
-"""Rules of streams, memory and ends that a whole training does not show by itself; run as those of checks.py are.
+"""Rules of streams, memory and ends that a whole training does not show by itself; run as `device_checks` are.
 
-`hold` stops a stream until a marker is reached: what must not depend on it goes on, and what must does not.
+`hold` stops a stream until a marker is reached: what must not depend on it continues, and what must does not.
 """
 
 from __future__ import annotations
 
-import os
+import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pretend import checks, device
+from device_checks import controls, kind, rank
 
 LIMIT_S = 20.0
-
-
-def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
 
 
 def place() -> Any:
     """Return this rank's device."""
     import torch
 
-    chosen = torch.device(device.NAME, rank() % device.library().device_count())
+    chosen = torch.device(kind(), rank() % torch.get_device_module(kind()).device_count())
     torch.accelerator.set_device_index(chosen.index)
     return chosen
 
@@ -54,72 +50,14 @@ def _quietly(run: Callable[[], Any]) -> None:
         run()
 
 
-def device_itself() -> tuple[int, None]:
-    """The device runs ahead, forgets and fails as a GPU does: else it would show no fault."""
-    device.install()
-    import pytest
-    import torch
-
-    lib, gpu = device.library(), place()
-    side = torch.Stream(gpu)
-    # The host runs ahead, and a stream that waits for nothing reads what is not written yet.
-    held, source = lib.hold(gpu.index), torch.ones(4).to(gpu, non_blocking=True)
-    written = torch.Event(gpu)
-    doubled = source * 2
-    written.record()
-    with torch.pretend.stream(side):
-        too_early = (doubled + 1).to("cpu")
-        side.wait_event(written)
-        waited = doubled + 1
-    assert not written.query()
-    held.reach()
-    side.synchronize()
-    assert too_early.isnan().all()
-    assert waited.tolist() == [3.0] * 4
-    # Memory that is freed goes to the next tensor of its own stream, unless another stream is known to use it.
-    for recorded in (False, True):
-        values = torch.ones(4, device=gpu)
-        torch.accelerator.synchronize()
-        with torch.pretend.stream(side):
-            held, copy = lib.hold(gpu.index), torch.empty(4, device=gpu).copy_(values)
-        if recorded:
-            values.record_stream(side)
-        del values
-        torch.empty(1, device=gpu)  # takes over what is free
-        torch.accelerator.current_stream().synchronize()
-        held.reach()
-        side.synchronize()
-        assert copy.isnan().all().item() is not recorded
-    # Copies wait for the host only from page-locked memory; each host wait is counted.
-    counted: list[str] = []
-    lib.on_host_wait(counted.append)
-    torch.ones(4).pin_memory().to(gpu, non_blocking=True)
-    assert counted == []
-    torch.ones(4, device=gpu).sum().item()
-    torch.ones(4).to(gpu)
-    assert counted == ["item", "copy to the device"]
-    # Each device has a generator of its own, whose state is on the host.
-    first, second = torch.pretend.default_generators[:2]
-    second.manual_seed(7)
-    state = first.get_state()
-    torch.rand(4, device=torch.device(device.NAME, 1))
-    assert torch.equal(state, first.get_state())
-    # A kernel that fails is seen later, and by all that follow.
-    torch.nn.functional.cross_entropy(torch.zeros(1, 2, device=gpu), torch.tensor([2], device=gpu))
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="the device has failed"):
-            torch.accelerator.synchronize()
-    return rank(), None
-
-
 def copy_to_host_is_whole() -> tuple[int, None]:
     """What a checkpoint is made of has been computed and copied before it is written."""
-    device.install("late default stream")
     import torch
 
     from hvd_trainer.checkpoint.async_writer import copy_to_host
 
-    values = torch.ones(1000, device=device.NAME)
+    controls().run_in_order("late default stream")
+    values = torch.ones(1000, device=place())
     for _ in range(20):
         values = values * 1
     assert copy_to_host({"values": values})["values"].tolist() == [1.0] * 1000
@@ -128,41 +66,41 @@ def copy_to_host_is_whole() -> tuple[int, None]:
 
 def copies_overlap() -> tuple[int, None]:
     """The next batch is copied while the default stream still computes, and the host waits for neither."""
-    device.install()
     import torch
 
     from hvd_trainer.data.transfer import Transfer
 
-    lib, gpu = device.library(), place()
+    gpu = place()
     batches = ((torch.full((1000, 100), float(number)).pin_memory(),) for number in range(3))
     moved = iter(Transfer(gpu).move(batches))
-    held = lib.hold(gpu.index)
+    torch.zeros(1000, 100, device=gpu).sum().item()  # the first use of a kernel may wait for all others
+    held = controls().hold(gpu.index)
     arrived: list[Any] = []
     # The first is asked for, and so are the copies of two.
     assert ends(lambda: arrived.append(next(moved))), "the host waits for the default stream"
     copied = torch.Event(gpu)
     total = arrived[0][0].sum()
     copied.record()
-    with torch.pretend.stream(torch.Stream(gpu)):  # which is not held, and so reads at once
-        assert soon(lambda: bool((lib.read(arrived[0][0]) == 0).all())), "the copy waits for the default stream"
+    with torch.get_device_module(gpu).stream(torch.Stream(gpu)):  # which is not held, and so reads at once
+        assert soon(lambda: bool((arrived[0][0].cpu() == 0).all())), "the copy waits for the default stream"
     assert not copied.query()
     held.reach()
     assert total.item() == 0.0
     return rank(), None
 
 
-def hvd_in_any_order(order: str) -> tuple[int, None]:
+def hvd_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
     """Results of hvd_trainer.hvd on a side stream are those of the numbers, whichever stream is late."""
-    device.install(order)
     import torch
 
     import hvd_trainer.hvd as hvd
 
     hvd.init()
     gpu, size = place(), hvd.size()
-    lib, side = device.library(), torch.Stream(gpu)
-    for number in range(3):
-        with torch.pretend.stream(side):
+    side = torch.Stream(gpu)
+    for order, number in itertools.product(orders, range(3)):
+        controls().run_in_order(order)
+        with torch.get_device_module(gpu).stream(side):
             values = torch.full((1000,), 1.0, device=gpu) * (hvd.rank() + number)
             handle = hvd.allreduce_async(values, name=f"sum {number}", op=hvd.Sum)
         del values
@@ -172,7 +110,7 @@ def hvd_in_any_order(order: str) -> tuple[int, None]:
         assert together.tolist() == [float(expected)] * 1000, f"{together[:3].tolist()}, not {expected}"
         assert gathered.tolist() == [float(it) for it in range(size) for _ in range(3)]
     # `poll` tells of the device, not of the queue. Both ranks hold theirs, so that none waits for the other.
-    held = lib.hold(gpu.index)
+    held = controls().hold(gpu.index)
     handle = hvd.allreduce_async(torch.ones(4, device=gpu), name="held")
     time.sleep(0.3)
     assert not hvd.poll(handle), "an operation that waits on the device is said to be done"
@@ -183,9 +121,8 @@ def hvd_in_any_order(order: str) -> tuple[int, None]:
     return rank(), None
 
 
-def c10d_in_any_order(order: str) -> tuple[int, None]:
+def c10d_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
     """Horovod below torch.distributed: an operation runs on the stream of its call, and others wait for it."""
-    device.install(order)
     import torch
     import torch.distributed as dist
 
@@ -194,14 +131,15 @@ def c10d_in_any_order(order: str) -> tuple[int, None]:
     dist.init_process_group("horovod", init_method="env://")
     gpu, size = place(), dist.get_world_size()
     side = torch.Stream(gpu)
-    for number in range(3):
-        with torch.pretend.stream(side):
+    for order, number in itertools.product(orders, range(3)):
+        controls().run_in_order(order)
+        with torch.get_device_module(gpu).stream(side):
             values = torch.full((1000,), 1.0, device=gpu) * (rank() + number)
             work = dist.all_reduce(values, async_op=True)
         work.wait()
         expected = float(sum(range(number, number + size)))
-        found = (values * 1).tolist()
-        assert found == [expected] * 1000, f"{found[:3]}, not {expected}"
+        together = (values * 1).tolist()
+        assert together == [expected] * 1000, f"{together[:3]}, not {expected}"
         rows = [torch.empty(3, device=gpu) for _ in range(size)]
         dist.all_gather(rows, torch.full((3,), float(rank()), device=gpu))
         assert [row.tolist() for row in rows] == [[float(it)] * 3 for it in range(size)]
@@ -211,7 +149,6 @@ def c10d_in_any_order(order: str) -> tuple[int, None]:
 
 def abort_ends_a_wait(kind: str, folder: str) -> tuple[int, None]:
     """A device that waits for a rank which never comes is free again once the exchanges are aborted."""
-    device.install()
     import torch
 
     done = Path(folder, "done")
@@ -240,17 +177,4 @@ def abort_ends_a_wait(kind: str, folder: str) -> tuple[int, None]:
         done.touch()
     # Both end at once, before one can miss the other.
     assert soon(done.exists)
-    return rank(), None
-
-
-def peak(text: str, limit: float, over: str) -> tuple[int, None]:
-    """The peak of memory is at most so many times that of another way to train."""
-    device.install()
-    found = []
-    for way in (over, text):
-        device.library().reset_peak(place().index)
-        before = device.library().memory_allocated(place().index)
-        checks.train("imdb", f"{checks.TEXTS} --layers 6 --d-model 64 --d-hid 256 --optimizer sgd {way}")
-        found.append(device.library().max_memory_allocated(place().index) - before)
-    assert found[1] <= limit * found[0], f"{found[1]} bytes with {text}, {found[0]} with {over or 'nothing'}"
     return rank(), None

@@ -1,0 +1,65 @@
+"""What is true on any device: a table of checks for tests/pretend, and for tests/gpu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import device_checks
+import stream_checks
+from ways_to_train import NO_WAITS
+
+LATE_SIDE, LATE_DEFAULT = "late side streams", "late default stream"
+FOLDER = "FOLDER"
+"""Stands for an empty folder in the arguments of a check."""
+
+
+class Rule(NamedTuple):
+    """A check with its arguments.
+
+    Args:
+        ranks: in which it runs.
+        engine: that it needs; empty: none.
+        devices: that a rank must see.
+    """
+
+    check: Callable[..., Any]
+    ranks: int
+    args: tuple[Any, ...] = ()
+    engine: str = ""
+    devices: int = 1
+
+    def in_folder(self, folder: Path) -> tuple[Any, ...]:
+        """Return the arguments with a folder in place of `FOLDER`."""
+        return tuple(it.replace(FOLDER, str(folder)) if isinstance(it, str) else it for it in self.args)
+
+
+SHARDS = ("--backend ddp --shard full", 0.75, "--backend ddp")
+REPRODUCIBLE = ("--backend ddp --reproducible 2", 2.0, "--backend ddp")
+START = f"--backend ddp --log-dir {FOLDER} --save-every-steps 2"
+RESUMED = (f"--backend ddp --log-dir {FOLDER} --max-steps 6 --resume auto", 1.1, START)
+RULES = {
+    "batches are copied beside the steps": Rule(stream_checks.copies_overlap, 1),
+    "a checkpoint is whole": Rule(stream_checks.copy_to_host_is_whole, 1),
+    "random numbers are those of the device": Rule(device_checks.generators, 1, devices=2),
+    "hvd": Rule(stream_checks.hvd_in_any_order, 2, ((LATE_SIDE, LATE_DEFAULT),)),
+    "c10d": Rule(stream_checks.c10d_in_any_order, 2, ((LATE_SIDE, LATE_DEFAULT),), engine="horovod"),
+    **{
+        f"host waits on {engine}": Rule(
+            device_checks.host_waits, ranks, (engine, tuple(NO_WAITS.values())), engine=engine
+        )
+        for engine, ranks in (("single", 1), ("ddp", 2), ("horovod", 2))
+    },
+    **{
+        f"resume on {engine}": Rule(
+            device_checks.resume, 2, (f"--backend {engine}", FOLDER, LATE_DEFAULT), engine=engine
+        )
+        for engine in ("ddp", "horovod")
+    },
+    "abort on ddp": Rule(stream_checks.abort_ends_a_wait, 2, ("ddp", FOLDER)),
+    "abort of hvd": Rule(stream_checks.abort_ends_a_wait, 2, ("hvd", FOLDER)),
+    "memory of shards": Rule(device_checks.peak, 2, SHARDS),
+    "memory of reproducible steps": Rule(device_checks.peak, 2, REPRODUCIBLE),
+    "memory after a resume": Rule(device_checks.peak, 2, RESUMED),
+}
