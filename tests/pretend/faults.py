@@ -242,11 +242,8 @@ ALL = (
     Fault(
         "stages: gradients are used before they are summed",
         "backends/ddp_collectives.py",
-        "        work, wire = self._sent.pop(bucket.number)
-        work.wait()
-",
-        "        _, wire = self._sent.pop(bucket.number)
-",
+        "        work, wire = self._sent.pop(bucket.number)\n        work.wait()\n",
+        "        _, wire = self._sent.pop(bucket.number)\n",
         device_checks.same_bits,
         ("imdb", [f"{TEXTS} --backend ddp --chunks 2"], FOLDER, ["blocking", LATE_SIDE]),
     ),
