@@ -14,7 +14,7 @@ NP ?= 4
 HOROVOD_ARGS ?=
 PYTEST_ARGS ?=
 GPU_ARGS ?=
-# make test LONG=1: also the tests that take long; LONG=all: those of `.ci/run` for one more engine or cause, too
+# make test LONG=1: also the tests that take long; launchers then start all processes
 LONG ?=
 # Files of tests that run at the same time; 0: all in one process, one after the other.
 TEST_JOBS ?= 3
@@ -51,7 +51,7 @@ mnist: $(STAMPS)/horovod
 
 test: $(STAMPS)/horovod $(STAMPS)/test
 	PATH="$(abspath $(BIN)):$$PATH" python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
-	    --durations 25 -m "$(if $(LONG),,not long and )$(if $(filter all,$(LONG)),,not nightly and )not image and not gpu" $(if $(filter all,$(LONG)),--cold) $(PYTEST_ARGS)
+	    --durations 25 -m "$(if $(LONG),,not long and )not image and not gpu" $(if $(LONG),--cold) $(PYTEST_ARGS)
 
 # Root and 20 GB of disk; needs Debian's packages buildah and debootstrap.
 image-test: $(STAMPS)/horovod $(STAMPS)/test

@@ -110,7 +110,9 @@ def propose(
     limits = [min(dist._DEFAULT_FIRST_BUCKET_BYTES, fusion_bytes), min(BUCKET_BYTES, fusion_bytes)]
     parts = [[group[i] for i in part] for group in groups for part in assign(group, limits, range(len(group)))]
     proposal = _Proposal(
-        buckets=tuple(tuple(_described(it, names[it], reduction) for it in part) for part in parts),
+        buckets=tuple(
+            tuple(_described(gradient, names[gradient], reduction) for gradient in part) for part in parts
+        ),
         released=tuple(controller.schedules.released),
     )
     parameters = {names[parameter]: parameter for group in groups for parameter in group}
@@ -119,8 +121,8 @@ def propose(
         proposals = [msgspec.msgpack.decode(s.details, type=_Proposal) for s in signatures if s is not None]
         if len(proposals) < len(signatures):
             return None
-        controller.schedules.close_released(set.intersection(*(set(it.released) for it in proposals)))
-        described = [{gradient for bucket in it.buckets for gradient in bucket} for it in proposals]
+        controller.schedules.close_released(set.intersection(*(set(proposal.released) for proposal in proposals)))
+        described = [{gradient for bucket in proposal.buckets for gradient in bucket} for proposal in proposals]
         if any(other != described[0] for other in described):
             return None
         buckets = [

@@ -116,7 +116,11 @@ class _BackwardPasses:
 
     def watch(self, optimizer: Optimizer) -> None:
         """Count the gradients of all parameters that require one."""
-        added = [it for it, _ in _numbered(optimizer) if it.requires_grad and it not in self._hooked]
+        added = [
+            parameter
+            for parameter, _ in _numbered(optimizer)
+            if parameter.requires_grad and parameter not in self._hooked
+        ]
         # A parameter outlives the optimizer, and may get another: its hook must not keep this object alive.
         me = weakref.ref(self)
 
@@ -132,7 +136,9 @@ class _BackwardPasses:
         if any(parameter not in self.names for parameter in added):
             # Added to the optimizer since it was wrapped.
             numbered = dict(_numbered(optimizer))
-            self.names.update({it: numbered[it] for it in added if it not in self.names})
+            self.names.update(
+                {parameter: numbered[parameter] for parameter in added if parameter not in self.names}
+            )
 
     def _count(self, parameter: Tensor) -> None:
         if basics.size() == 1:
@@ -261,7 +267,7 @@ class _GradientReducer(_BackwardPasses):
             return [parameters]
         if isinstance(self.groups, int):
             return [part for part in split_list(parameters, self.groups) if part]
-        number = {it: i for i, group in enumerate(self.groups) for it in group}
+        number = {parameter: i for i, group in enumerate(self.groups) for parameter in group}
         parts: dict[int, list[Tensor]] = {}
         for parameter in parameters:
             parts.setdefault(number.get(parameter, -1), []).append(parameter)
@@ -312,7 +318,8 @@ def _store_all(bucket: Bucket) -> None:
         else:
             grads.append(parameter.grad)
             values.append(value)
-    torch._foreach_copy_(grads, values)
+    if grads:
+        torch._foreach_copy_(grads, values)
 
 
 class _DistributedOptimizer(Optimizer):
@@ -478,7 +485,11 @@ def step_on_zeros(optimizer: Optimizer, model: nn.Module | None) -> None:
     Args:
         model: whose embeddings may have sparse gradients.
     """
-    tables = [its for its in model.modules() if isinstance(its, nn.Embedding) and its.sparse] if model else []
+    tables = (
+        [module for module in model.modules() if isinstance(module, nn.Embedding) and module.sparse]
+        if model
+        else []
+    )
     sparse = {table.weight for table in tables} if isinstance(optimizer, torch.optim.SGD) else set()
     for parameter in parameters_of(optimizer):
         if parameter.requires_grad:

@@ -83,7 +83,7 @@ def read_figures(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | N
             "weights": _weights(everyone, in_parts=in_parts),
             **({} if loss is None else {"last_loss": loss}),
             **results[0],
-            "peak_memory_mb": max(its["peak_memory_mb"] for its in results),
+            "peak_memory_mb": max(result["peak_memory_mb"] for result in results),
             **speed(everyone, samples, warmup_steps),
         }
         if not sees_exchange:  # DistributedDataParallel waits within the backward pass

@@ -62,7 +62,7 @@ class ScriptTrace(Listener):
             self._models = _models_of(optimizer)
             # Not the buffers, which the forward pass before has changed.
             state = self._parts(optimizer).state(optimizer)
-            self._at_start = {kind: its for kind, its in state.items() if kind != "buffers"}
+            self._at_start = {kind: values for kind, values in state.items() if kind != "buffers"}
 
     def on_step_end(self, step: Step) -> None:
         if self._step == self._steps:
@@ -109,10 +109,10 @@ class ScriptTrace(Listener):
         buffers: dict[str, Tensor] = {}
         modules: dict[str, nn.Module] = {}
         for prefix, model in self._models:
-            its = ModelParts.of(model)
-            parameters |= _renamed(its.parameters, prefix)
-            buffers |= _renamed(its.buffers, prefix)
-            modules |= _renamed(its.modules, prefix)
+            parts = ModelParts.of(model)
+            parameters |= _renamed(parts.parameters, prefix)
+            buffers |= _renamed(parts.buffers, prefix)
+            modules |= _renamed(parts.modules, prefix)
         named = set(parameters.values())
         rest = {f"parameter {n}": p for n, p in enumerate(parameters_of(optimizer)) if p not in named}
         return ModelParts({**parameters, **rest}, buffers, modules)
@@ -136,10 +136,12 @@ def _models_of(optimizer: Optimizer) -> list[tuple[str, nn.Module]]:
     """
     place = {parameter: n for n, parameter in enumerate(parameters_of(optimizer))}
     # Not by isinstance, for which some proxies among all objects compute their class, and warn.
-    modules = [it for it in gc.get_objects() if issubclass(type(it), nn.Module)]
+    modules = [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]
     inner = {child for module in modules for child in module.children()}
-    places = {it: [place[p] for p in it.parameters() if p in place] for it in modules if it not in inner}
-    ordered = sorted((it for it in places if places[it]), key=lambda it: min(places[it]))
+    places = {
+        module: [place[p] for p in module.parameters() if p in place] for module in modules if module not in inner
+    }
+    ordered = sorted((module for module in places if places[module]), key=lambda module: min(places[module]))
     names = Counter(type(module).__name__ for module in ordered)
     return [(_prefix(module, ordered, names), module) for module in ordered]
 

@@ -177,7 +177,7 @@ def called_expression(text: str) -> str:
             tree = ast.parse(source)
             if tree.body and isinstance(loop := tree.body[0], ast.For):
                 return f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
-            return next((ast.unparse(it.func) for it in ast.walk(tree) if isinstance(it, ast.Call)), "")
+            return next((ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)), "")
     return ""
 
 

@@ -326,11 +326,11 @@ def slow_from(durations: Sequence[float]) -> float:
 
 def _places(frame: FrameType | None) -> tuple[Place, ...]:
     """Return the places of a stack, the outermost first."""
-    found: list[Place] = []
-    while frame is not None and len(found) < MAX_FRAMES:
-        found.append((frame.f_code, frame.f_lasti))
+    frames: list[Place] = []
+    while frame is not None and len(frames) < MAX_FRAMES:
+        frames.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
-    return tuple(reversed(found))
+    return tuple(reversed(frames))
 
 
 def count_elements(batch: Any) -> int:

@@ -150,11 +150,11 @@ class TraceWriter:
         # Imported here, since most runs trace nothing and the import takes time.
         from safetensors.torch import save_file
 
-        checksums = {kind: {name: checksum(t) for name, t in its.items()} for kind, its in kinds.items()}
+        checksums = {kind: {name: checksum(t) for name, t in tensors.items()} for kind, tensors in kinds.items()}
         values = {
             f"{kind}/{name}": subsample(tensor, self._stride)
-            for kind, its in kinds.items()
-            for name, tensor in its.items()
+            for kind, tensors in kinds.items()
+            for name, tensor in tensors.items()
         }
         with atomic_write(self._folder / f"{event}-{step}.safetensors") as temporary:
             save_file(values, temporary)
@@ -211,8 +211,8 @@ def _of_rows(part: Any) -> list[str]:
     leaves = [_local(leaf).cpu() for leaf in tree_leaves(part) if isinstance(leaf, Tensor) and leaf.dim()]
     rows = [_bytes(leaf).view(len(leaf), -1).numpy() for leaf in leaves if len(leaf) == len(leaves[0])]
     return [
-        blake2b(b"".join(row.tobytes() for row in its), digest_size=8).hexdigest()
-        for its in zip(*rows, strict=True)
+        blake2b(b"".join(row.tobytes() for row in parts_of_sample), digest_size=8).hexdigest()
+        for parts_of_sample in zip(*rows, strict=True)
     ]
 
 

@@ -53,7 +53,7 @@ def rank_on(job: Job, host: str, limit_s: float = 30.0) -> psutil.Process:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", [case("horovod"), case("ddp", when="nightly")])
+@pytest.mark.parametrize("backend", [case("horovod"), case("ddp", when="long")])
 def test_elastic_ranks_join_and_are_killed(backend: str, tmp_path: Path) -> None:
     """Two ranks join, one is killed, and its host excluded: the weights equal those of an undisturbed run."""
     options = ["--epochs", "24", "--batch-size", "32", "--reproducible", "4", "--commit-every-steps", "7"]
@@ -114,7 +114,7 @@ def test_horovodrun_ends_when_its_only_host_fails(tmp_path: Path) -> None:
         assert job.stderr.splitlines()[-1].startswith("horovodrun: Horovod detected")
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize(("backend", "frozen"), [("horovod", HERE), ("ddp", THERE)])
 def test_elastic_continues_without_frozen_rank(backend: str, frozen: str, tmp_path: Path) -> None:
     """No rank of its host can kill it: horovodrun waited for it without limit, and the other for horovodrun."""

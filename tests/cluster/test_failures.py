@@ -47,13 +47,13 @@ CASES = [
     case("horovodrun", "ddp", "exits at once", 1, GONE, when="long"),
     case("torchrun", "ddp", "is killed", 1, GONE),
     case("torchrun", "ddp", "loops", 1, LATE, when="long"),
-    case("torchrun", "horovod", "is killed", 0, GONE, when="nightly"),
+    case("torchrun", "horovod", "is killed", 0, GONE, when="long"),
     case("torchrun", "ddp", "raises in the loss", 1, RAISED),
     case("torchrun", "ddp", "asserts on the device", 0, RAISED, when="long"),
     case("torchrun", "ddp", "takes too much memory", 1, RAISED, when="long"),
     case("mpirun", "horovod", "is killed", 1, GONE, when="long"),
     case("mpirun", "horovod", "raises in the loss", 1, RAISED, when="long"),
-    case("mpirun", "ddp", "is stopped", 0, SILENT, when="nightly"),
+    case("mpirun", "ddp", "is stopped", 0, SILENT, when="long"),
     case("srun", "ddp", "is killed", 0, GONE, when="long"),
     case("srun", "ddp", "raises in the loss", 1, RAISED, when="long"),
     case("srun", "horovod", "is stuck", 1, SILENT, when="long"),
@@ -136,7 +136,7 @@ def undisturbed() -> bytes:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("backend", "size"), [case("ddp", 2), case("horovod", 4, when="nightly")])
+@pytest.mark.parametrize(("backend", "size"), [case("ddp", 2), case("horovod", 4, when="long")])
 def test_torchrun_restart_resumes_from_checkpoint(backend: str, size: int, tmp_path: Path) -> None:
     """Restarted ranks resume from the newest checkpoint; the weights equal those of 2 undisturbed DDP ranks."""
     argv = digits_job.argv(backend, tmp_path, RESTARTED)
@@ -151,7 +151,7 @@ def test_torchrun_restart_resumes_from_checkpoint(backend: str, size: int, tmp_p
     assert not list(tmp_path.glob("earlier-*"))
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.warm(False)
 @pytest.mark.parametrize(("launcher", "backend"), [case("torchrun", "ddp"), case("horovodrun", "horovod")])
 def test_job_killed_again_and_again_trains_the_same_weights(launcher: str, backend: str, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_job_killed_again_and_again_trains_the_same_weights(launcher: str, backe
     assert digits_job.weights(tmp_path) == undisturbed()
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @requires("horovod")
 def test_torchrun_nodes_join_and_leave(tmp_path: Path) -> None:
     """With `torchrun --nnodes 1:3` a second node joins in the middle, and leaves again."""

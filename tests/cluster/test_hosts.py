@@ -273,7 +273,7 @@ def test_horovodrun_refuses_changed_host_key(cluster: Cluster, shared: Path) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", [case("horovod", when="nightly"), case("ddp")])
+@pytest.mark.parametrize("backend", [case("horovod", when="long"), case("ddp")])
 def test_four_stages_over_two_hosts(backend: str, cluster: Cluster, shared: Path) -> None:
     """Hosts exchange activations and gradients; the weights equal those of one host."""
     stages = ["--stages", "4", "--chunks", "4", "--balance", "1,1,1,1", "--backend", backend]
@@ -394,7 +394,7 @@ def test_network_interface_missing(cluster: Cluster, shared: Path) -> None:
 
 @pytest.mark.warm(False)
 @pytest.mark.long
-@pytest.mark.parametrize(("fate", "backend"), [case("cut", "horovod"), case("dead", "ddp", when="nightly")])
+@pytest.mark.parametrize(("fate", "backend"), [case("cut", "horovod"), case("dead", "ddp", when="long")])
 def test_lost_host_ends_job(fate: str, backend: str, shared: Path) -> None:
     """A pulled cable or a host without power closes no connection; the job ends after --timeout-s."""
     with hosts("hosta", "hostb") as cluster:
@@ -422,8 +422,8 @@ def test_lost_host_ends_job(fate: str, backend: str, shared: Path) -> None:
     ("launcher", "backend"),
     [
         case("horovodrun", "horovod"),
-        case("horovodrun", "ddp", when="nightly"),
-        case("torchrun", "ddp", when="nightly"),
+        case("horovodrun", "ddp", when="long"),
+        case("torchrun", "ddp", when="long"),
     ],
 )
 def test_survivors_continue_without_lost_host(launcher: str, backend: str, shared: Path) -> None:
@@ -455,7 +455,7 @@ def test_survivors_continue_without_lost_host(launcher: str, backend: str, share
 
 
 @pytest.mark.warm(False)
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize("backend", [case("horovod"), case("ddp")])
 def test_short_network_outage_changes_nothing(backend: str, shared: Path) -> None:
     argv = [JOB, *OPTIONS, "--backend", backend, "--log-every", "1", "--timeout-s", "30"]
@@ -477,7 +477,7 @@ def test_short_network_outage_changes_nothing(backend: str, shared: Path) -> Non
 @pytest.mark.warm(False)
 @pytest.mark.long
 @requires("horovodrun")
-@pytest.mark.parametrize("where", ["elsewhere", case("here, and bash is sh", when="nightly")])
+@pytest.mark.parametrize("where", ["elsewhere", case("here, and bash is sh", when="long")])
 def test_sigterm_to_launcher_lets_all_ranks_save(where: str, shared: Path) -> None:
     """Ranks on other hosts got no signal, those under bash were frozen, and all had 5 s, less than a step."""
     with hosts("hosta", "hostb", "hostc") as cluster:

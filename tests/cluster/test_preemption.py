@@ -30,9 +30,9 @@ JOB = ["--epochs", "12", "--batch-size", "64", "--workers", "1"]
 @pytest.mark.parametrize(
     ("launcher", "backend", "number", "code"),
     [
-        case("python", "single", signal.SIGTERM, 75, when="nightly"),
+        case("python", "single", signal.SIGTERM, 75, when="long"),
         case("horovodrun", "horovod", signal.SIGTERM, 1),
-        case("srun", "ddp", signal.SIGUSR1, 75, when="nightly"),
+        case("srun", "ddp", signal.SIGUSR1, 75, when="long"),
     ],
 )
 def test_signal_on_one_rank_stops_all_and_resume_is_exact(

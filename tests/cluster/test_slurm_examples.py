@@ -110,7 +110,7 @@ for step in 1 2; do wait -n; done
 """
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @requires("srun")
 def test_two_steps_at_once_on_the_same_nodes(slurm: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
     """One has its ranks placed by a list, and rank 0 not on the first node: it is given the address."""
@@ -126,7 +126,7 @@ def test_two_steps_at_once_on_the_same_nodes(slurm: slurm_cluster.SlurmCluster, 
     assert sizes == [3, 2]
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @requires("srun")
 def test_a_task_of_an_array_goes_back_into_the_queue_alone(
     slurm: slurm_cluster.SlurmCluster, tmp_path: Path
@@ -177,7 +177,7 @@ TEXTS = [
         ("pipeline.sh", ["--nodes=2", "--ntasks-per-node=2"], "4 ranks on 2 nodes", 2),
         # Each rank has a copy of its own.
         ("hybrid_2_gpus_per_rank_3x4.sh", ["--ntasks-per-node=1"], "3 ranks on 3 nodes", 1),
-        case("hybrid_2_gpus_per_rank_2x8.sh", ["--ntasks-per-node=1"], "2 ranks on 2 nodes", 1, when="nightly"),
+        case("hybrid_2_gpus_per_rank_2x8.sh", ["--ntasks-per-node=1"], "2 ranks on 2 nodes", 1, when="long"),
     ],
 )
 def test_a_model_in_parts(

@@ -34,7 +34,7 @@ def test_every_contestant_can_be_imported(contestant) -> None:
     assert {contestant.job.baseline, contestant.job.floor, *contestant.against} <= names
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_one_round_gives_a_table(mnist_dir: Path, tmp_path: Path) -> None:
     """The same command again makes no run, and gives the same table."""
     command = [

@@ -61,7 +61,7 @@ def test_compare_resumes_from_its_folder(tmp_path: Path) -> None:
     "name",
     [
         *("horovod_mnist.py", "with_accelerate.py"),
-        *(case(f"{it}.py", when="nightly") for it in ("torch_ddp", "with_fabric", "with_lightning")),
+        *(case(f"{it}.py", when="long") for it in ("torch_ddp", "with_fabric", "with_lightning")),
     ],
 )
 def test_compare_takes_any_script(tmp_path: Path, name: str) -> None:
@@ -112,7 +112,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_compare_runs_a_baseline_beside_the_job(tmp_path: Path) -> None:
     job, plain = tmp_path / "job.py", tmp_path / "plain.py"
     job.write_text(JOB_BESIDE)
@@ -133,7 +133,7 @@ def test_compare_runs_a_baseline_beside_the_job(tmp_path: Path) -> None:
     assert "optimizer steps: 9 and 8" in result.stderr
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_compare_varies_options(tmp_path: Path) -> None:
     """What the job refuses is a failed trial with its reason, and the heat map has the figures of the others."""
     options = ("--backend", "ddp", "--np", "2", "--rounds", "1", "--steps", "4")
@@ -153,7 +153,7 @@ def test_compare_varies_options(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {*FILES, "failed"}
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @requires("horovod")
 def test_compare_crosses_engines_and_options(tmp_path: Path) -> None:
     options = ("--np", "2", "--rounds", "1", "--steps", "3", "--vary", "sequence-length=8,16")
@@ -220,7 +220,7 @@ def done(out: Path) -> int:
     return sum(run.state == "done" for run in read_runs(out))
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_search_resumes_from_its_folder(tmp_path: Path) -> None:
     """A disk that makes a step wait, on one rank whose threads are typed: loader processes are all that helps."""

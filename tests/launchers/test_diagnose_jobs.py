@@ -237,7 +237,7 @@ def cases() -> list[Any]:
         for place, backend in enumerate(("ddp", "horovod")):
             marks = [requires("horovod")] if backend == "horovod" else []
             if number >= EACH_PUSH or number % 2 != place:
-                marks.append(pytest.mark.nightly)
+                marks.append(pytest.mark.long)
             found.append(
                 pytest.param(planted, backend, id=f"{planted.script}, {planted.planted}, {backend}", marks=marks)
             )
@@ -279,7 +279,7 @@ SWITCHES = (
 @pytest.mark.parametrize(
     "planted",
     [
-        pytest.param(one, id=f"{one.script}, {one.planted}", marks=[pytest.mark.nightly] if place else [])
+        pytest.param(one, id=f"{one.script}, {one.planted}", marks=[pytest.mark.long] if place else [])
         for place, one in enumerate(SWITCHES)
     ],
 )
@@ -306,7 +306,7 @@ def test_out_leaves_the_runs_of_other_tools(tmp_path: Path) -> None:
     assert {file: file.read_text() for file in kept} == kept
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_advice_is_tried(tmp_path: Path) -> None:
     """64 ms to wait for a batch, which loader processes do meanwhile."""
     disk = next(planted for planted in PLANTED if planted.planted == "disk")

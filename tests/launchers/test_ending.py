@@ -24,7 +24,7 @@ pytestmark = pytest.mark.warm
 LONG = ["--epochs", "100000", "--log-every", "1000000"]
 
 
-@each_pair(push=2, long=2, nightly=1)
+@each_pair(push=2, long=3)
 def test_ctrl_c_ends_all_ranks(launcher: str, backend: str) -> None:
     with start(launcher, 2, digits_job.argv(backend, extra=LONG)) as job:
         job.wait_for_output("epoch 2/")

@@ -103,7 +103,7 @@ def test_test_that_fails_is_in_the_reports(tmp_path: Path) -> None:
     [
         "failed_rank and ddp and killed-1",
         pytest.param("failed_rank and (horovod and killed or ddp and (asserts or loops))", marks=pytest.mark.long),
-        pytest.param("", marks=[pytest.mark.nightly, pytest.mark.timeout(1500)]),
+        pytest.param("", marks=[pytest.mark.long, pytest.mark.timeout(1500)]),
     ],
 )
 def test_tests_pass_on_the_pretend_device(selected: str, tmp_path: Path) -> None:

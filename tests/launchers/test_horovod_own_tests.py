@@ -20,7 +20,7 @@ Three want an operation of a rank unfinished: they fail in a rank that comes las
 MAX_TRIES = 5
 
 
-@pytest.mark.parametrize("size", [case(2, when="long"), case(4, when="nightly")])
+@pytest.mark.parametrize("size", [case(2, when="long"), case(4, when="long")])
 def test_horovods_own_tests_pass(size: int) -> None:
     """Real Horovod passes as many, without test_horovod_join_broadcast, on which it hangs."""
     if not TESTS.exists():
@@ -46,6 +46,6 @@ def run(size: int, selection: str) -> tuple[list[int], set[str]]:
     result = launch(
         "python", 1, [*map(str, words), f"--timeout={TEST_TIMEOUT_S}", str(TESTS)], timeout_s=350, check=False
     )
-    print(result.stdout)
+    print(result.stdout, result.stderr)
     counts = [int(number) for number in re.findall(r"(\d+) passed", result.stdout)]
     return counts, set(re.findall(r"FAILED \S+::(\w+)", result.stdout))

@@ -147,7 +147,7 @@ $job --backend single --log-dir {folder}/alone
 """
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @requires("srun", "mpirun")
 def test_launchers_work_inside_a_batch_job(
     slurm: slurm_cluster.SlurmCluster, tmp_path: Path, reference: bytes

@@ -159,7 +159,7 @@ def test_trainer_job_computes_the_same_bits_on_both_engines(folder: Path, option
         ("torch_ddp", "torch", "0.weight", 32),
         ("faulty_ddp", "torch", "0.weight", 16),  # without a seed: the weights are the same all the same
         ("with_accelerate", "accelerate", "0.weight", 32),
-        case("with_fabric", "lightning_fabric", "0.weight", 32, when="nightly"),
+        case("with_fabric", "lightning_fabric", "0.weight", 32, when="long"),
         case("with_lightning", "pytorch_lightning", "layers.0.weight", 32, when="long"),
     ],
 )

@@ -114,8 +114,8 @@ def test_probe_records_steps_and_samples_of_a_script(tmp_path: Path, max_steps: 
     [
         case("horovod_mnist.py", "ddp"),
         case("torch_ddp.py", "horovod"),
-        case("horovod_mnist.py", "horovod", when="nightly"),
-        case("torch_ddp.py", "ddp", when="nightly"),
+        case("horovod_mnist.py", "horovod", when="long"),
+        case("torch_ddp.py", "ddp", when="long"),
     ],
 )
 def test_exchange_is_left_out_of_a_script(tmp_path: Path, name: str, engine: str) -> None:

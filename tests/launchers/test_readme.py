@@ -49,7 +49,7 @@ TRANSCRIPTS = {"horovodrun -np 2 python examples/first_job.py": "README.md", MAI
 LONG = {
     f"python {EXAMPLE}": pytest.mark.long,
     f"srun -n 2 python {EXAMPLE} --backend ddp": pytest.mark.long,
-    f"mpirun -np 2 python {EXAMPLE}": pytest.mark.nightly,
+    f"mpirun -np 2 python {EXAMPLE}": pytest.mark.long,
 }
 
 PLAIN = "test_examples_plain.py"
@@ -315,9 +315,7 @@ def in_form(line: str) -> str:
 
 
 @requires("horovodrun")
-@pytest.mark.parametrize(
-    "command", [pytest.param(c, marks=[pytest.mark.nightly] * (c == MAIN)) for c in TRANSCRIPTS]
-)
+@pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.long] * (c == MAIN)) for c in TRANSCRIPTS])
 def test_the_printed_output_is_the_documented_one(
     command: str, root: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -335,7 +333,7 @@ def test_the_printed_output_is_the_documented_one(
 
 TESTED = (
     "python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "
-    '--durations 25 -m "not long and not nightly and not image and not gpu"'
+    '--durations 25 -m "not long and not image and not gpu"'
 )
 
 

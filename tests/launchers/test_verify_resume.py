@@ -22,7 +22,7 @@ RESUMING = ["--log-dir", "{folder}/log", "--resume", "auto"]
     ("backend", "kills", "snapshot", "code", "texts"),
     [
         case("ddp", 2, "snapshot.pt", 0, ["rank ", "the launcher", SAME]),
-        case("horovod", 2, "{folder}/snapshot.pt", 0, ["the launcher", SAME], when="nightly"),
+        case("horovod", 2, "{folder}/snapshot.pt", 0, ["the launcher", SAME], when="long"),
         case("ddp", 1, "", 2, ["The script does not resume: started again after 1 kill"], when="long"),
     ],
 )
@@ -61,7 +61,7 @@ def test_what_was_lost_is_said_first(capsys: pytest.CaptureFixture[str]) -> None
     ]
 
 
-@pytest.mark.parametrize("backend", [case("ddp"), case("horovod", when="nightly")])
+@pytest.mark.parametrize("backend", [case("ddp"), case("horovod", when="long")])
 def test_verify_resume_takes_a_trainer_job(backend: str, tmp_path: Path) -> None:
     options = ["--kills", "2", "--backend", backend, "--seed", "1", "--out", str(tmp_path)]
     result = launch("python", 1, ["-m", "hvd_trainer", "verify-resume", *options, "--", *DIGITS, *RESUMING])

@@ -18,7 +18,7 @@ def test_fault_stands_where_it_is_put(fault: faults.Fault) -> None:
     compile(fault.put_into(source), fault.file, "exec")
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize("fault", faults.ALL, ids=lambda fault: fault.what)
 def test_fault_is_caught(fault: faults.Fault, tmp_path: Path) -> None:
     """By fresh processes: those that are forked have imported the product already."""

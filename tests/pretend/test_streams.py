@@ -14,10 +14,10 @@ from pretend.ranks import run_ranks
 from pretend.self_check import device_itself
 
 WHEN = {
-    "host waits on single": "nightly",
+    "host waits on single": "long",
     "host waits on horovod": "long",
     "resume on horovod": "long",
-    "abort on ddp": "nightly",
+    "abort on ddp": "long",
 }
 
 
@@ -36,8 +36,8 @@ def test_rule(name: str, tmp_path: Path) -> None:
     [
         case("ddp", "device_horovod.py", when="long"),
         case("horovod", "device_ddp.py", when="long"),
-        case("ddp", "device_ddp.py", when="nightly"),
-        case("horovod", "device_horovod.py", when="nightly"),
+        case("ddp", "device_ddp.py", when="long"),
+        case("horovod", "device_horovod.py", when="long"),
     ],
 )
 def test_script_by_run_gives_the_same_bits_in_any_order(engine: str, script: str) -> None:

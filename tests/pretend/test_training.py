@@ -14,7 +14,7 @@ from pretend.ranks import run_ranks
 LATE = ("blocking", "late side streams")
 ALL = (*LATE, "late default stream", "as queued")
 SHORT = ("plain", "fp16", "fp16 on the wire", "uneven last batches", "loader processes")
-"""Rows for the engine whose other rows are `nightly`."""
+"""Rows for the engine whose other rows are long tests."""
 PLAIN: dict[str, str] = {}
 """What any engine trains in the plain way."""
 
@@ -24,8 +24,8 @@ PLAIN: dict[str, str] = {}
     [
         case("ddp", None, LATE),
         case("horovod", SHORT, LATE),
-        case("ddp", None, ALL, when="nightly"),
-        case("horovod", None, ALL, when="nightly"),
+        case("ddp", None, ALL, when="long"),
+        case("horovod", None, ALL, when="long"),
     ],
 )
 def test_order_of_streams_changes_no_bit(

@@ -578,7 +578,7 @@ def send_more_than_an_int_counts(name: str) -> tuple[int, int]:
         return backend.world.rank, int(backend.collectives.broadcast_object(value)[-1])  # type: ignore[index]
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_values_above_two_gib_are_sent(backend: str) -> None:
     """Horovod counts bytes in an int, and aborted."""

@@ -135,7 +135,7 @@ def test_synthetic_needs_no_data(tmp_path: Path) -> None:
 # The real reviews.
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_small_model_learns_the_real_reviews(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     archive = pytestconfig.rootpath / "../shared/data/imdb" / imdb_archive.ARCHIVE
     if not archive.is_file():

@@ -47,7 +47,7 @@ def test_two_ranks_train_the_same_bits_as_ddp(on_mpi: dict[str, str], tmp_path: 
     assert weights(tmp_path / "mpi") == weights(tmp_path / "ddp")
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_four_ranks_train_the_same_bits_where_they_are_reproducible(
     on_mpi: dict[str, str], tmp_path: Path
 ) -> None:
@@ -59,7 +59,7 @@ def test_four_ranks_train_the_same_bits_where_they_are_reproducible(
 
 
 @pytest.mark.parametrize(
-    "options", [case("--transport mpi --stages 2"), case("--transport mpi --precision bf16", when="nightly")]
+    "options", [case("--transport mpi --stages 2"), case("--transport mpi --precision bf16", when="long")]
 )
 def test_other_trainings_end(on_mpi: dict[str, str], options: str) -> None:
     said = run(on_mpi, 4, *options.split()).stdout
@@ -77,7 +77,7 @@ def test_lost_rank_ends_the_job(on_mpi: dict[str, str], fault: str, said: str) -
     assert re.search(f"failure: rank 1 of 2 on .*{said}", result.stderr + result.stdout)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_compare_starts_it_by_mpirun(on_mpi: dict[str, str], tmp_path: Path) -> None:
     words = ["--backend", "horovod", "--vary", "transport=auto,mpi", "--np", "2", "--rounds", "1", "--steps", "5"]
     compare = ["-m", "hvd_trainer", "compare", *words, "--out", str(tmp_path), "--", *argv(None)]

@@ -27,7 +27,7 @@ def argv(folder: Path, *more: str, epochs: int = 1) -> list[str]:
     return ["-m", "hvd_trainer.imdb", *TEXTS, "--epochs", str(epochs), "--log-dir", str(folder), *more]
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @requires("horovod", "srun", "horovodrun", "torchrun")
 def test_documented_commands_train_the_same_model(tmp_path: Path) -> None:
     files = set()

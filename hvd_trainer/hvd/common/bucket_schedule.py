@@ -133,10 +133,10 @@ class BucketSchedule(BucketExchange):
             return
         if bucket.number == 0:
             flags = self._wait_for(self._transport.mesh.receive)
-            if any(its[0] & wire.SHUTDOWN for its in flags):
+            if any(row[0] & wire.SHUTDOWN for row in flags):
                 self._owner.drive_to_end()
                 raise HorovodInternalError(self._owner.ended)
-            self._is_last_step = any(its[0] for its in flags)
+            self._is_last_step = any(row[0] for row in flags)
         self._wait_for(lambda: self._transport.wait(self._works[bucket.number]))
         if bucket.number == len(self._sizes) - 1:
             self._works, self._step = [], self._step + 1

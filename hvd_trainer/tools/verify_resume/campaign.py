@@ -205,4 +205,4 @@ def verify(script: Script, *, kills: int, draw: random.Random, folder: Path) -> 
             f"train longer, or type fewer --kills), and load at its start what it has saved"
         )
     same = disturbed["weights"] == undisturbed["weights"] != RANKS_DIFFER
-    return Campaign(killed, [*(its.first_step_s for its in killed[1:]), last_s], again, same)
+    return Campaign(killed, [*(run.first_step_s for run in killed[1:]), last_s], again, same)

@@ -14,7 +14,7 @@ from install_checks import ROOT, script, tool_folder
 def make_refuses(tmp_path: Path, *arguments: str, **environment: str) -> str:
     command = ["make", "--no-print-directory", f"VENV={tmp_path / 'venv'}", "setup", *arguments]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True,
+        command, cwd=ROOT, env=os.environ | {"CXX": ""} | environment, capture_output=True, text=True,
         timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode != 0
