@@ -64,10 +64,10 @@ PLANTED = (
     # Run on each push.
     Planted("callback", "callback", "do this every few steps only"),
     Planted("update", "update", "update all parameters at once"),
+    # Long tests.
     Planted("gil", "gil", "move the thread 'prefetch' of rank 1 to a process", rank=1),
     Planted("decode", "data computes", "cheaper, or store its results"),
     Planted("other programs", "programs", "end the other programs", line=False),
-    # At night.
     Planted("disk", "data waits", "--workers"),
     Planted("worker decode", "data computes", "cheaper", ("--batch-size", "32", "--workers", "1")),
     Planted("page faults", "data waits", "--workers"),
@@ -110,7 +110,7 @@ PLANTED = (
     Planted("line", "script", "do this every few steps only", script="with_fabric.py"),
     Planted("line", "model", "the model waits there in each forward pass", script="with_lightning.py"),
 )
-EACH_PUSH = 5
+EACH_PUSH = 2
 
 
 # What is around a job.

@@ -72,6 +72,7 @@ def outcomes(folder: Path) -> Sequence[ElementTree.Element]:
     return list(ElementTree.parse(folder / "gpu.xml").iter("testcase"))
 
 
+@pytest.mark.long
 @needs_compiler
 def test_reports_say_what_was_shown(tmp_path: Path) -> None:
     result = run_on_pretend_device("test_more_ranks or test_sanitizer", tmp_path, "--maxfail", "1")

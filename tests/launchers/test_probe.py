@@ -112,7 +112,7 @@ def test_probe_records_steps_and_samples_of_a_script(tmp_path: Path, max_steps: 
 @pytest.mark.parametrize(
     ("name", "engine"),
     [
-        case("horovod_mnist.py", "ddp"),
+        case("horovod_mnist.py", "ddp", when="long"),
         case("torch_ddp.py", "horovod"),
         case("horovod_mnist.py", "horovod", when="long"),
         case("torch_ddp.py", "ddp", when="long"),

@@ -61,7 +61,8 @@ def test_what_was_lost_is_said_first(capsys: pytest.CaptureFixture[str]) -> None
     ]
 
 
-@pytest.mark.parametrize("backend", [case("ddp"), case("horovod", when="long")])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", [case("ddp"), case("horovod")])
 def test_verify_resume_takes_a_trainer_job(backend: str, tmp_path: Path) -> None:
     options = ["--kills", "2", "--backend", backend, "--seed", "1", "--out", str(tmp_path)]
     result = launch("python", 1, ["-m", "hvd_trainer", "verify-resume", *options, "--", *DIGITS, *RESUMING])

@@ -14,7 +14,7 @@ from pretend.ranks import run_ranks
 from pretend.self_check import device_itself
 
 WHEN = {
-    "host waits on single": "long",
+    "host waits on ddp": "long",
     "host waits on horovod": "long",
     "resume on horovod": "long",
     "abort on ddp": "long",

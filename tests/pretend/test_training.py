@@ -14,7 +14,7 @@ from pretend.ranks import run_ranks
 LATE = ("blocking", "late side streams")
 ALL = (*LATE, "late default stream", "as queued")
 SHORT = ("plain", "fp16", "fp16 on the wire", "uneven last batches", "loader processes")
-"""Rows for the engine whose other rows are long tests."""
+"""Rows that each push trains."""
 PLAIN: dict[str, str] = {}
 """What any engine trains in the plain way."""
 
@@ -22,7 +22,7 @@ PLAIN: dict[str, str] = {}
 @pytest.mark.parametrize(
     ("engine", "names", "orders"),
     [
-        case("ddp", None, LATE),
+        case("ddp", SHORT, LATE),
         case("horovod", SHORT, LATE),
         case("ddp", None, ALL, when="long"),
         case("horovod", None, ALL, when="long"),
