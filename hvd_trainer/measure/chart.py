@@ -70,6 +70,8 @@ def draw_lines(
         marks: places across, with what happened there.
         log: whether the axis upwards is logarithmic.
     """
+    from matplotlib.ticker import MaxNLocator
+
     lines = {name: points for name, points in lines.items() if points}
     if not 0 < len(lines) <= len(COLOURS):
         return []
@@ -83,6 +85,8 @@ def draw_lines(
         for colour, (name, points) in zip(COLOURS, lines.items(), strict=False):
             axes.plot(*zip(*points, strict=True), color=colour, marker="." if len(points) < 60 else "", label=name)
         axes.set(xlabel=across, ylabel=up)
+        if all(isinstance(x, int) for points in lines.values() for x, _ in points):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if log:
             axes.set_yscale("log")
         if len(lines) > 1:

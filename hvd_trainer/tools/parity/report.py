@@ -191,7 +191,8 @@ def _pictures(pairs: Sequence[Pair]) -> Iterator[Picture]:
             run.name: [(when.step, loss) for when in pair.steps if not math.isnan(loss := run.loss(when))]
             for run in pair.runs
         }
-        yield from draw_lines(f"Loss: {pair.name}", "By optimizer steps.", losses, across="step")
+        marks = [(pair.findings[0].when.step, "first difference")] if pair.findings else []
+        yield from draw_lines(f"Loss: {pair.name}", "By optimizer steps.", losses, across="step", marks=marks)
         gaps = {pair.name: [(step, gap) for step, gap in pair.gaps.items() if gap > 0]}
         title, text = (
             f"How far apart: {pair.name}",

@@ -159,11 +159,11 @@ class Campaign(NamedTuple):
                 "Steps of each start",
                 "Each start resumes from what the one before has saved, and makes the steps since then again.",
                 [
-                    Bar(f"start {number}", [(end, float(steps))])
+                    Bar(f"start {number}", [("a rank killed" if end.startswith("rank") else end, steps)])
                     for number, (steps, end, _) in enumerate(starts, 1)
                 ],
                 "steps",
-                ["the launcher killed", "the end"],
+                ["a rank killed", "the launcher killed", "the end"],
             ),
             tables=[
                 Table("Each start", ("start", "steps", "s to its first step", "end", "left"), rows, words=(3,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,15 @@ def test_nothing_keeps_people_from_reading(written: dict[str, Path], browser: An
     page = open_page(browser, written[name], 400, scheme)
     page.evaluate("document.querySelectorAll('details').forEach(it => it.open = true)")
     assert find_barriers(page) == []
+
+
+def test_steps_are_whole_numbers(written: dict[str, Path]) -> None:
+    """They were drawn as 5.0, between ticks at 1.5."""
+    bars, chart = written["verify-resume"].read_text(), written["parity"].read_text()
+    assert ">5</text>" in bars
+    assert "5.0" not in bars[bars.index('class="bars"') : bars.index("Each start resumes")]
+    assert "first difference</text>" in chart
+    assert not re.search(r">[1-3]\.5</text>", chart)
 
 
 def test_two_rounds_are_told_what_to_type(written: dict[str, Path]) -> None:
