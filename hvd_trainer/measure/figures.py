@@ -118,7 +118,7 @@ def speed(ranks: Sequence[Steps], samples: Any, warmup_steps: int) -> dict[str, 
     if seconds.shape[1] == 0:
         return {}
     steps = seconds.sum(axis=2).mean(axis=0)
-    low, high = np.percentile(steps, (25, 75))
+    low, high = np.percentile(steps, 25, method="lower"), np.percentile(steps, 75, method="higher")
     rate = {"samples_per_s": float(samples[warmup_steps:].sum() / steps.sum())} if samples.all() else {}
     return {
         **rate,

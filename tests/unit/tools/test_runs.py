@@ -267,6 +267,12 @@ def test_speed_tells_exchange_from_straggler() -> None:
     assert speed(recorded([quick]), np.full(3, 8), 3) == {}
 
 
+def test_two_steps_have_typical_figures() -> None:
+    """Neither lay between the quartiles of both: the means of no steps were NaN."""
+    two = [[0.0, 1.0, 1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 3.0, 0.0, 1.0, 0.0]]
+    assert speed(recorded([two]), np.full(2, 8), 0)["typical"]["step_s"] == 4.0
+
+
 def test_last_loss_is_that_of_ranks_that_have_one() -> None:
     nan = float("nan")
     losses = ([nan, nan, nan, nan], [4.0, 3.0, nan, 1.0])
