@@ -24,6 +24,7 @@ ORDERS = {
     "late side streams": (0, 1500, False),
     "late default stream": (400, 0, False),
     "very late side streams": (0, 60_000, False),
+    "very late default stream": (5_000, 0, False),
 }
 """How long tasks of the default stream and of others wait before they run, in us, and whether the host waits for
 each. What is not waited for shows where it is late."""

@@ -15,6 +15,7 @@ from rules import FOLDER, LATE_SIDE
 from ways_to_train import DIGITS, TEXTS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+VERY_LATE_DEFAULT = "very late default stream"
 VERY_LATE_SIDE = "very late side streams"
 """Later than a step takes: batches are fetched one step ahead."""
 
@@ -92,6 +93,14 @@ ALL = (
         "        with accelerator.on_stream(self._stream):\n"
         "            moved = to_device(batch, self._device)\n",
         *bits(WORKERS, VERY_LATE_SIDE),
+        1,
+    ),
+    Fault(
+        "a batch's memory is used again while it is read",
+        TRANSFER,
+        "            tensor.record_stream(current)\n",
+        "            pass\n",
+        *bits(WORKERS, VERY_LATE_DEFAULT),
         1,
     ),
     Fault(
@@ -237,7 +246,37 @@ ALL = (
         stream_checks.abort_ends_a_wait,
         ("hvd", FOLDER),
     ),
-    # Horovod.
+    Fault(
+        "hvd: a result's memory is used again while it is read",
+        OPERATION,
+        "                tensor.record_stream(stream)\n",
+        "                pass\n",
+        stream_checks.hvd_in_any_order,
+        ((VERY_LATE_DEFAULT,),),
+    ),
+    # Horovod below torch.distributed.
+    Fault(
+        "c10d: a result is used before it is there",
+        "c10d/work.py",
+        "            accelerator.current_stream(self._stream.device).wait_event(self._finished)\n",
+        "            pass\n",
+        stream_checks.c10d_in_any_order,
+        ((VERY_LATE_DEFAULT,),),
+    ),
+    Fault(
+        "c10d: the end is noted before the results are there",
+        "c10d/work.py",
+        "        self._operation.finish(self._received)\n"
+        "        if self._stream is not None:\n"
+        "            self._finished = accelerator.event(self._operation.device)\n"
+        "            self._finished.record(self._stream)\n",
+        "        if self._stream is not None:\n"
+        "            self._finished = accelerator.event(self._operation.device)\n"
+        "            self._finished.record(self._stream)\n"
+        "        self._operation.finish(self._received)\n",
+        stream_checks.c10d_in_any_order,
+        ((LATE_SIDE,),),
+    ),
     # DDP.
     Fault(
         "stages: gradients are used before they are summed",

@@ -105,6 +105,10 @@ def hvd_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
             handle = hvd.allreduce_async(values, name=f"sum {number}", op=hvd.Sum)
         del values
         together = hvd.synchronize(handle) * 1
+        with torch.get_device_module(gpu).stream(
+            side
+        ):  # which waits neither for the default stream nor its readers
+            hvd.allreduce(torch.ones(1000, device=gpu), name=f"next {number}")
         gathered = hvd.allgather(torch.full((3,), float(hvd.rank()), device=gpu), name=f"gather {number}")
         expected = sum(range(number, number + size))
         assert together.tolist() == [float(expected)] * 1000, f"{together[:3].tolist()}, not {expected}"
@@ -130,18 +134,21 @@ def c10d_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
 
     dist.init_process_group("horovod", init_method="env://")
     gpu, size = place(), dist.get_world_size()
-    side = torch.Stream(gpu)
+    side, other = torch.Stream(gpu), torch.Stream(gpu)
     for order, number in itertools.product(orders, range(3)):
         controls().run_in_order(order)
         with torch.get_device_module(gpu).stream(side):
             values = torch.full((1000,), 1.0, device=gpu) * (rank() + number)
             work = dist.all_reduce(values, async_op=True)
-        work.wait()
         expected = float(sum(range(number, number + size)))
-        together = (values * 1).tolist()
+        with torch.get_device_module(gpu).stream(other):  # the default stream has the result by Horovod itself
+            work.wait()
+            together = (values * 1).tolist()
         assert together == [expected] * 1000, f"{together[:3]}, not {expected}"
-        rows = [torch.empty(3, device=gpu) for _ in range(size)]
-        dist.all_gather(rows, torch.full((3,), float(rank()), device=gpu))
+        with torch.get_device_module(gpu).stream(side):
+            rows = [torch.empty(3, device=gpu) for _ in range(size)]
+            work = dist.all_gather(rows, torch.full((3,), float(rank()), device=gpu), async_op=True)
+        work.wait()
         assert [row.tolist() for row in rows] == [[float(it)] * 3 for it in range(size)]
     dist.destroy_process_group()
     return rank(), None
