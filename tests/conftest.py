@@ -48,8 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Remove the variables of the launcher or make that started pytest, and mark what the session starts."""
     for name in [name for name in os.environ if child_environment.is_rank_variable(name)]:
         del os.environ[name]
-    # A make inside `make test` would take over its options, and say that it enters and leaves a folder.
-    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
+    # A make inside `make test` would take over its options, and say that it enters and leaves a folder. And ranks
+    # without a buffer write a line in two parts, so that those of two ranks mix.
+    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHONUNBUFFERED"):
         os.environ.pop(name, None)
     # Ranks would share a GPU, or one that is in use, and have another arithmetic than the CPU's.
     config.stash[_GPUS] = {name: os.environ[name] for name in NO_GPUS if name in os.environ}
