@@ -108,7 +108,7 @@ class BucketExchange(ABC):
 
 
 class GradientBuckets:
-    """Buckets that are sent in each step as soon as they are full.
+    """Buckets that are sent in each step as soon as they, and in most engines those before them, are full.
 
     Args:
         buckets: by their numbers.
@@ -177,7 +177,7 @@ class GradientBuckets:
 
 
 class BucketReducer(Reducer):
-    """Collect gradients during backward and exchange each bucket as soon as it is full.
+    """Collect gradients during backward, and exchange them in buckets.
 
     Args:
         module: whose gradients are averaged.
@@ -246,17 +246,24 @@ class BucketReducer(Reducer):
         if self._backward_order is not None:
             self._backward_order.append(gradient.parameter)
         gradient.is_complete = True
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise BackendError(
+                f"The gradient of {self._name(parameter)} is sparse. A module with such parameters says so by its "
+                f"attribute `sparse = True`, as nn.Embedding does; in stages (--stages) they must be dense"
+            )
         if self._writes_at_once:
             self._write(parameter, gradient.view)
         self._buckets.add(gradient.bucket)
 
     def _finished_twice(self, gradient: _Gradient) -> BackendError:
-        names = {parameter: name for name, parameter in self._module.named_parameters()}
         return BackendError(
-            f"Backward computed the gradient of {names[gradient.parameter]} twice in one pass, and it is sent to "
-            f"the other ranks after the first time. Checkpointing of a layer that is used twice does so: give it "
-            f"use_reentrant=False; and so does a backward() inside of backward."
+            f"Backward computed the gradient of {self._name(gradient.parameter)} twice in one pass, and it is "
+            f"sent to the other ranks after the first time. Checkpointing of a layer that is used twice does so: "
+            f"give it use_reentrant=False; and so does a backward() inside of backward."
         )
+
+    def _name(self, parameter: Tensor) -> str:
+        return next(name for name, one in self._module.named_parameters() if one is parameter)
 
     def _write(self, parameter: Tensor, view: Tensor) -> None:
         """Write one gradient into its place in the bucket; None counts as zero."""
@@ -299,8 +306,9 @@ class BucketReducer(Reducer):
 
 
 def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return by name the parameters of embeddings, and the like, whose gradients are sparse."""
-    sparse = {p for m in model.modules() if getattr(m, "sparse", False) for p in m.parameters(recurse=False)}
+    """Return by name the parameters of modules that say so, such as embeddings, whose gradients are sparse."""
+    modules = [module for module in model.modules() if getattr(module, "sparse", None) is True]
+    sparse = {p for module in modules for p in module.parameters(recurse=False)}
     return {name: p for name, p in model.named_parameters() if p in sparse and p.requires_grad}
 
 

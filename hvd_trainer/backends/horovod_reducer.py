@@ -10,7 +10,8 @@ queue, and nothing here waits for the device. Why what follows may be queued at 
   optimizer, tree sums) must be queued on the default stream, or on one that `follow`s it.
 - The next gradients are written into a bucket on the same stream, thus after the operation; and NCCL's stream
   waits for the event that the next call records (torch/ready_event.cc:56, common/ops/nccl_operations.cc:180).
-- `.grad.set_` in `synchronize` (torch/optimizer.py:299) changes what the tensor refers to, not memory.
+- `.grad.set_` in `synchronize` (torch/optimizer.py:299), of a dense gradient among the sparse ones, changes what
+  the tensor refers to, not memory.
 - The operation holds its tensors until the default stream waits (gpu_operations.cc:85, :131), and memory that is
   freed is given out again in that stream's order. What an all-gather allocates, NCCL's stream waits for as well
   (nccl_operations.cc:942-953).

@@ -16,9 +16,11 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from hvd_trainer.measure.steps import FOLDER
 from hvd_trainer.observe.phases import PARTS, REDUCE, exchange_s
@@ -32,7 +34,52 @@ RANKS_DIFFER = "ranks differ"
 LOSS_PARTS = 200
 """Of the steps with a loss, the last one of so many parts gives the loss at the end."""
 
+MAX_STEPS = 10_000_000
+"""Steps of a run whose figures are read from a file."""
+
 Steps = Mapping[str, Any]
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class Work(Struct):
+    """What `read_figures` says of a run's work, as far as it is computed with."""
+
+    on_trainer: bool
+    steps: Annotated[int, Meta(ge=0, le=MAX_STEPS)]
+    rates: list[tuple[float, int]]
+    """learning rates, each with the number of its steps"""
+    samples: int | UnsetType = UNSET
+    global_batch_size: Positive | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        if sum(count for _, count in self.rates) != self.steps:
+            raise ValueError("as many rates as steps are needed")
+
+
+RESULTS = ("train_loss", "last_loss", "test_loss", "train_accuracy", "test_accuracy", "peak_memory_mb", "bubble")
+SPEEDS = ("step_s", "step_p50_s", "step_p95_s", "samples_per_s", "tokens_per_s")
+Figures = msgspec.defstruct(
+    "Figures",
+    [
+        ("work", Work),
+        ("first_step_at", float),
+        ("parts", dict[str, float] | UnsetType, UNSET),
+        ("computing_s", list[float] | UnsetType, UNSET),
+        ("weights", str | UnsetType, UNSET),
+        *((name, float | UnsetType, UNSET) for name in RESULTS),
+        *((name, Positive | UnsetType, UNSET) for name in SPEEDS),
+    ],
+)
+"""The types of the figures of a run."""
+
+
+def are_figures(figures: Mapping[str, Any]) -> bool:
+    """Return whether figures from a file, which may hold anything, are like those of a run."""
+    try:
+        msgspec.convert(figures, Figures)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def read_steps(log: Path) -> list[Steps]:

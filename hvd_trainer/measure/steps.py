@@ -51,6 +51,7 @@ class StepRecorder(Listener):
 
     def on_start(self, device: torch.device, *, on_trainer: bool) -> None:
         """Begin the first step that is timed, or that of a further training."""
+        self._pending.clear()  # of a training that has failed
         self._device, self._clock = device, Clock(device)
         self._clock.settle()
         self._phases = Phases(self._clock)

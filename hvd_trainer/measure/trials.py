@@ -77,13 +77,14 @@ def key_of(identity: Mapping[str, Any]) -> str:
     return json.dumps(identity, sort_keys=True)
 
 
-def read_runs(folder: Path) -> list[RunRecord]:
+def read_runs(folder: Path, are_figures: Callable[[Mapping[str, Any]], bool] = bool) -> list[RunRecord]:
     """Return the records of all runs that have ended, in their order.
 
     Lines that are no records are left out, and so are runs that have read a file which has changed since.
 
     Args:
         folder: that of the tool; it may come from elsewhere, so that a line may hold anything.
+        are_figures: whether these can be the figures of a run that is done.
 
     Raises:
         OptionError: the file cannot be read.
@@ -94,7 +95,7 @@ def read_runs(folder: Path) -> list[RunRecord]:
             while line := lines.readline(MAX_LINE_BYTES):
                 with suppress(msgspec.MsgspecError, RecursionError):
                     run = msgspec.json.decode(line, type=RunRecord)
-                    if not has_changed(run.read):
+                    if (run.state != "done" or are_figures(run.figures)) and not has_changed(run.read):
                         runs.append(run)
     except OSError as error:
         raise OptionError(f"--out {folder}: {RUNS} cannot be read: {error}") from error
@@ -164,6 +165,7 @@ class TrialRunner:
         limit_option: the tool's option for it.
         budget_s: seconds from now on after which no run is left running (`--budget-s`); None: no limit.
         resume: continue from the runs in the folder; False: remove them.
+        are_figures: whether these, from a file, can be the figures of a run that is done.
     """
 
     def __init__(
@@ -174,6 +176,7 @@ class TrialRunner:
         limit_option: str = "--timeout-s",
         budget_s: float | None = None,
         resume: bool = True,
+        are_figures: Callable[[Mapping[str, Any]], bool] = bool,
     ) -> None:
         self.folder = folder
         self._limit_s, self._limit_option = limit_s, limit_option
@@ -184,7 +187,7 @@ class TrialRunner:
         self._go = time.time()
         self.warnings: list[str] = []
         """what this command has warned of"""
-        self.last = {(run.key, run.round): run for run in read_runs(folder)}
+        self.last = {(run.key, run.round): run for run in read_runs(folder, are_figures)}
         """the last run of each trial and round, by the trial's key"""
 
     def warn(self, text: str) -> None:

@@ -38,6 +38,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         why = f"PyTorch {torch.__version__} sees no GPU here ({machine.gpus_and_driver()})"
         print(f"gpu-test: {why}: run it on a machine with one", file=sys.stderr)
         return NO_GPU
+    if getattr(config.option, "numprocesses", None):
+        raise pytest.UsageError("gpu-test: all tests share the GPUs: leave -n out")
     if config.option.xmlpath and not hasattr(config, "workerinput"):
         facts = {**machine.facts(), "typed": shlex.join(["pytest", *config.invocation_params.args])}
         config.pluginmanager.register(MarkdownReport(Path(config.option.xmlpath).with_suffix(".md"), facts))

@@ -26,6 +26,7 @@ from hvd_trainer.errors import CheckpointError, OptionError
 from hvd_trainer.horovod_build import wheel
 from hvd_trainer.horovod_build.errors import InstallError
 from hvd_trainer.jobs.options import MnistOptions
+from hvd_trainer.measure.figures import are_figures
 from hvd_trainer.measure.start import locked_folder
 from hvd_trainer.measure.trials import RunRecord, read_runs
 from hvd_trainer.observe.run_log import MAX_LINE_BYTES, _drop_later
@@ -328,7 +329,8 @@ def test_hostile_lines_of_metrics_jsonl_are_dropped(tmp_path: Path) -> None:
     assert file.read_bytes() == good * 2
 
 
-FIGURES = {"work": {"steps": 3, "rates": [[0.1, 3]]}, "first_step_at": 1.0, "step_s": 0.5}
+WORK = {"on_trainer": True, "steps": 3, "rates": [[0.1, 3]]}
+FIGURES = {"work": WORK, "first_step_at": 1.0, "step_s": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -342,13 +344,29 @@ FIGURES = {"work": {"steps": 3, "rates": [[0.1, 3]]}, "first_step_at": 1.0, "ste
         json.dumps({"identity": {}, "round": 1, "state": "won", "seconds": 1.0, "figures": FIGURES}),
         json.dumps({"identity": [], "round": 1, "state": "done", "seconds": 1.0, "figures": FIGURES}),
         json.dumps({"identity": {}, "round": 1, "state": "done", "seconds": float("nan"), "figures": FIGURES}),
+        *(
+            json.dumps({"identity": {}, "round": 1, "state": "done", "seconds": 1.0, "figures": FIGURES | changed})
+            for changed in (
+                {"work": None},
+                {"work": WORK | {"steps": 10**12, "rates": [[0.1, 10**12]]}},
+                {"work": WORK | {"rates": [[0.1, 2]]}},
+                {"work": WORK | {"steps": "3"}},
+                {"work": WORK | {"samples": "many"}},
+                {"work": {"steps": 3, "rates": [[0.1, 3]]}},
+                {"step_s": 0},
+                {"step_s": "fast"},
+                {"first_step_at": float("nan")},
+                {"parts": {"data": "1"}},
+                {"weights": 3},
+            )
+        ),
     ],
 )
 def test_malformed_run_is_left_out(line: str, tmp_path: Path) -> None:
     """A malformed line in a folder of results is left out like one that a kill has torn."""
     good = RunRecord({"a": 1}, 1, "done", 1.0, figures=FIGURES)
     (tmp_path / "runs.jsonl").write_text(f"{json.dumps(asdict(good))}\n{line}\n{json.dumps(asdict(good))}\n")
-    assert read_runs(tmp_path) == [good, good]
+    assert read_runs(tmp_path, are_figures) == [good, good]
 
 
 def test_results_folder_with_links_is_refused(tmp_path: Path) -> None:

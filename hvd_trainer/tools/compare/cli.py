@@ -18,6 +18,7 @@ from typing import Any
 
 from hvd_trainer.measure.command import read_backends, read_command
 from hvd_trainer.measure.equal_work import Side, refuse_unequal
+from hvd_trainer.measure.figures import are_figures
 from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.measure.machine import Ran, busy_warning, conditions, describe_machine, threads_per_rank
 from hvd_trainer.measure.measured import describe_speed
@@ -64,7 +65,7 @@ def _compare(options: CompareOptions, job: tuple[str, ...], ran: Ran, typed: Seq
         except KeyboardInterrupt:
             interrupted = True
             print("interrupted: the same command continues from here", file=sys.stderr)
-        runs = read_runs(folder)
+        runs = read_runs(folder, are_figures)
         known = {"job": job, "machine": machine, "varied": axes, "options": typed, "ran": ran}
         comparison = Comparison.of(trials, runs, **known)
         if axes or any(result.state != "not run" for result in comparison.results):
@@ -115,7 +116,7 @@ def measure(trials: Sequence[CompareTrial], folder: Path, options: CompareOption
     Raises:
         OptionError: two runs have not done the same work, or one has no steps that count.
     """
-    runner = TrialRunner(folder, limit_s=options.timeout_s)
+    runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=are_figures)
     # What failed will fail again, and take as long to do so.
     to_do = runner.to_do(trials, options.rounds, retry_failed=options.retry_failed)
     planned = f"{plural(len(trials) * options.rounds, 'run')} in {plural(options.rounds, 'round')}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from hvd_trainer.measure.formats import number
 from hvd_trainer.measure.report import Picture
 from hvd_trainer.tools.compare.result import Comparison, Result
 from hvd_trainer.tools.compare.variants import Axis
-
-if TYPE_CHECKING:
-    pass
 
 CELL_WIDTH, CELL_HEIGHT, LETTER_WIDTH, MIN_WIDTH = 0.78, 0.5, 0.07, 4.5
 """Inches, of the heat map."""

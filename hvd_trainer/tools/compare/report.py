@@ -43,7 +43,7 @@ TABLES: dict[str, Sequence[tuple[str, str, Callable[[Any], str]]]] = {
         ("exchange", "exchange_s", milliseconds),
         ("straggler", "straggler_s", milliseconds),
         ("update", "update_s", milliseconds),
-        ("bubble", "bubble", percent),
+        ("bubble of the last epoch", "bubble", percent),
     ),
     "What came of it": (
         ("start-up, s", "startup_s", "{:.1f}".format),

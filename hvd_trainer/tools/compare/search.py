@@ -97,7 +97,7 @@ class Search:
 
         Threads come first, on which all else depends, compression last, and between them what has most to gain.
         """
-        if not self.lossy:
+        if not self.lossy and "compression" not in self.fixed:
             self.result.untried["compression"] = "it rounds the gradients: type --lossy to have it tried"
         if self.facts["world_size"] == 1:
             self.result.untried |= dict.fromkeys(("exchange", "compression"), "one rank exchanges nothing")

@@ -11,6 +11,7 @@ from typing import Any
 from hvd_trainer.config.parser import read_yaml
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import option_of, option_values
+from hvd_trainer.measure.figures import are_figures
 from hvd_trainer.measure.machine import busy_warning
 from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial, describe_speed
 from hvd_trainer.measure.stale import digest_of_files
@@ -137,7 +138,7 @@ def search_all(
     Raises:
         OptionError: the job does not run.
     """
-    runner = TrialRunner(folder, limit_s=options.timeout_s)
+    runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=are_figures)
     if text := busy_warning():
         runner.warn(text)
     known = {**conditions, "files": digest_of_files(job.words)}

@@ -163,6 +163,16 @@ def test_gradient_that_backward_adds_to_after_it_is_sent_is_refused(
     reducer.close()
 
 
+def test_sparse_gradient_of_a_module_that_has_not_said_so_is_refused() -> None:
+    """PyTorch failed with an internal assertion where it was written into a bucket."""
+    model = nn.ModuleDict({"table": nn.Embedding(5, 2), "last": nn.Linear(2, 1)})
+    reducer = BucketReducer(model, Exchange(), num_ranks=2, limit_bytes=1)
+    rows = nn.functional.embedding(torch.tensor([1, 2]), model["table"].weight, sparse=True)
+    with pytest.raises(BackendError, match=r"table\.weight is sparse.*`sparse = True`"):
+        model["last"](rows).sum().backward()
+    reducer.close()
+
+
 # Waiting for Horovod.
 
 
