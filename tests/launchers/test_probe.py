@@ -70,6 +70,17 @@ def test_probe_records_memory_of_the_accelerator(tmp_path: Path, monkeypatch: py
     assert recorded(tmp_path / "other") == 3
 
 
+def test_steps_of_a_training_that_has_failed_are_not_counted(tmp_path: Path) -> None:
+    """They had rows without seconds: the speed of the training after it was too high."""
+    times = StepRecorder(tmp_path, 0)
+    for number in range(2):
+        times.on_start(torch.device("cpu"), on_trainer=True)
+        times.on_step_end(Step(8, 1.0 + number))
+    times.on_end(End({}, {}, ""))
+    with np.load(tmp_path / "steps" / "rank-0.npz") as arrays:
+        assert (len(arrays["seconds"]), arrays["lr"].tolist()) == (1, [2.0])
+
+
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
