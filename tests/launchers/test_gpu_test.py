@@ -89,7 +89,7 @@ def test_reports_say_what_was_shown(tmp_path: Path) -> None:
 @needs_compiler
 def test_test_that_fails_is_in_the_reports(tmp_path: Path) -> None:
     fault = "the loss is read in each step"
-    result = run_on_pretend_device("test_rule and waits and single", tmp_path, fault=fault)
+    result = run_on_pretend_device("test_rule and waits and single and plain", tmp_path, fault=fault)
     assert result.returncode == 1, result.stdout
     text = (tmp_path / "gpu.md").read_text()
     assert "0 passed, 1 failed" in text

@@ -13,11 +13,10 @@ from pretend import startup
 from pretend.ranks import run_ranks
 from pretend.self_check import device_itself
 
-WHEN = {
-    "host waits on ddp": "long",
-    "host waits on horovod": "long",
-    "resume on horovod": "long",
-    "abort on ddp": "long",
+LONG = {"resume on horovod", "abort on ddp"}.union(name for name in RULES if "waits" in name) - {
+    "host waits on ddp: plain",
+    "host waits on horovod: plain",
+    "host waits on single: fp16",
 }
 
 
@@ -25,7 +24,7 @@ def test_device_is_as_a_gpu() -> None:
     run_ranks(device_itself, num_processes=1)
 
 
-@pytest.mark.parametrize("name", [case(name, when=WHEN.get(name, "")) for name in RULES])
+@pytest.mark.parametrize("name", [case(name, when="long" if name in LONG else "") for name in RULES])
 def test_rule(name: str, tmp_path: Path) -> None:
     rule = RULES[name]
     run_ranks(rule.check, num_processes=rule.ranks, args=rule.in_folder(tmp_path), timeout_s=300)

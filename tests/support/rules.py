@@ -46,10 +46,9 @@ RULES = {
     "hvd": Rule(stream_checks.hvd_in_any_order, 2, ((LATE_SIDE, LATE_DEFAULT),)),
     "c10d": Rule(stream_checks.c10d_in_any_order, 2, ((LATE_SIDE, LATE_DEFAULT),), engine="horovod"),
     **{
-        f"host waits on {engine}": Rule(
-            device_checks.host_waits, ranks, (engine, tuple(NO_WAITS.values())), engine=engine
-        )
+        f"host waits on {engine}: {name}": Rule(device_checks.host_waits, ranks, (engine, (way,)), engine=engine)
         for engine, ranks in (("single", 1), ("ddp", 2), ("horovod", 2))
+        for name, way in NO_WAITS.items()
     },
     **{
         f"resume on {engine}": Rule(
