@@ -13,6 +13,7 @@ from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
 
 JOB = ("-m", "hvd_trainer.mnist")
 WORK = {
+    "on_trainer": True,
     "train_data": "MNIST",
     "train_samples": 60000,
     "steps": 235,
