@@ -10,9 +10,12 @@ import launchers
 from pretend import device
 
 
-def run_ranks(check: Callable[..., Any], *, args: Sequence[Any] = (), **more: Any) -> list[Any]:
-    """Do as `launchers.run_ranks`, with the device in each rank."""
-    return launchers.run_ranks(on_device, args=(check, *args), **more)
+def run_ranks(
+    check: Callable[..., Any], *, num_processes: int, args: Sequence[Any] = (), **more: Any
+) -> list[Any]:
+    """Do as `launchers.run_ranks`, with a device for each rank, and two at least."""
+    env = {"PRETEND_DEVICES": str(max(2, num_processes))} | more.pop("env", {})
+    return launchers.run_ranks(on_device, num_processes=num_processes, args=(check, *args), env=env, **more)
 
 
 def on_device(check: Callable[..., Any], *args: Any) -> Any:
