@@ -110,11 +110,11 @@ $(STAMPS)/package: $(STAMPS)/venv $(REQUIREMENTS)
 	@touch $@
 
 $(STAMPS)/test: $(STAMPS)/package
-	$(INSTALL) -e '.[test]'
+	$(INSTALL) -e '.[test,wandb,mlflow]'
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/package
-	$(INSTALL) -e '.[test,dev]'
+	$(INSTALL) -e '.[test,dev,wandb,mlflow]'
 	@touch $@
 
 $(STAMPS)/docs: $(STAMPS)/package

@@ -188,7 +188,7 @@ class BucketReducer(Reducer):
         reorder: lay the buckets out anew after the first exchange, in the order that backward showed. (DDP does
             not where parameters may go unused, and neither may we then.)
         passes: how many backward passes add to a gradient before it is sent.
-        apart: parameters that are left to others.
+        exclude: parameters whose gradients are not averaged here.
 
     Raises:
         BackendError: inside backward, if it adds more often to a gradient: it may be on its way already.
@@ -203,12 +203,12 @@ class BucketReducer(Reducer):
         limit_bytes: int,
         reorder: bool = True,
         passes: int = 1,
-        apart: Iterable[Tensor] = (),
+        exclude: Iterable[Tensor] = (),
     ) -> None:
         self._module, self._exchange, self._factor = module, exchange, 1.0 / num_ranks
         self._limit_bytes, self._passes = limit_bytes, passes
-        others = set(apart)
-        self._parameters = [p for p in module.parameters() if p.requires_grad and p not in others]
+        excluded = set(exclude)
+        self._parameters = [p for p in module.parameters() if p.requires_grad and p not in excluded]
         # A CPU has a gradient that is just finished in its cache. On an accelerator, starting an operation costs
         # more than most of them take: there a full bucket is written by two.
         self._writes_at_once = all(accelerator.is_host(p.device) for p in self._parameters)

@@ -218,7 +218,7 @@ class HorovodBackend(Backend):
     def _make_reducer(self, model: nn.Module) -> Reducer:
         sparse, reorder = sparse_parameters(model), not self.options.find_unused_parameters
         dense = self._make_bucket_reducer(
-            model, self._hvd.global_process_set, apart=sparse.values(), reorder=reorder
+            model, self._hvd.global_process_set, exclude=sparse.values(), reorder=reorder
         )
         return HorovodSparseReducer(self._hvd, sparse, dense) if sparse else dense
 

@@ -32,7 +32,7 @@ EXCHANGE_PARTS = ("exchange", "straggler")
 RANKS_DIFFER = "ranks differ"
 """Stands for the checksum of final weights that are not the same on all ranks."""
 LOSS_PARTS = 200
-"""Of the steps with a loss, the last one of so many parts gives the loss at the end."""
+"""The final loss is the mean over this fraction of the steps: the last 1/200 of those that have a loss."""
 
 MAX_STEPS = 10_000_000
 """Steps of a run whose figures are read from a file."""

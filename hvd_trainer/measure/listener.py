@@ -1,4 +1,4 @@
-"""What a recorder is told of a training, by PyTorch's hooks of a script (`events.py`) or by the Trainer's loop."""
+"""The interface of recorders: callbacks of steps, phases and batches, called by PyTorch's hooks or the Trainer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class End:
 
 
 class Listener:
-    """Is told what a training does; does nothing."""
+    """Callbacks of a training, which do nothing: a recorder overrides those that it needs."""
 
     def on_start(self, device: torch.device, *, on_trainer: bool) -> None:
         """Take note that the training has started: of a script, that its first optimizer step has ended."""

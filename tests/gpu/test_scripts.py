@@ -14,7 +14,7 @@ from gpu.machine import cuda_only, variables_of
 
 pytestmark = pytest.mark.gpu
 LOSSES: list[list[float]] = []
-"""Of the first script that ran: both train the same on either engine."""
+"""The losses of each script and engine so far: all must be those of the first."""
 SANITIZED = {"TORCH_CUDA_SANITIZER": "1"}
 RACE = """
 import torch

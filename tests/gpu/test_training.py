@@ -20,7 +20,7 @@ OVER_GLOO = "--backend ddp --transport gloo"
 ONE_HOST = {own_host.WANTED: None}
 """For ranks that share a GPU without NCCL."""
 BITS: dict[str, str] = {}
-"""What was trained first, by what is the same whatever the engine."""
+"""The digest of the weights that several tests must give, by the name of the comparison."""
 Train = Callable[..., str]
 
 

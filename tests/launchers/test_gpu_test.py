@@ -99,6 +99,14 @@ def test_test_that_fails_is_in_the_reports(tmp_path: Path) -> None:
 
 
 @needs_compiler
+def test_tests_do_not_run_side_by_side(tmp_path: Path) -> None:
+    """Those of xdist's workers saw no GPU: all were skipped, with exit code 0."""
+    result = run_on_pretend_device("test_rule", tmp_path, "-n", "2")
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "leave -n out" in result.stderr
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     "selected",
     [

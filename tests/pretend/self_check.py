@@ -1,4 +1,4 @@
-"""That the pretend device is one, by a function that a rank runs."""
+"""Check the pretend device itself: streams, events, memory, and host waits."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ ALL = (*LATE, "late default stream", "as queued")
 SHORT = ("plain", "fp16", "fp16 on the wire", "uneven last batches", "loader processes")
 """Rows that each push trains."""
 PLAIN: dict[int, str] = {}
-"""What any engine trains in the plain way, on so many ranks."""
+"""Digests of the weights of the row `plain` by number of ranks: the same on both engines."""
 
 
 @pytest.mark.parametrize(

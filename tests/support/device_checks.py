@@ -1,4 +1,4 @@
-"""What a training shows of a device, by functions that its ranks run; they raise where it is not so.
+"""Checks of training on a device, called in each rank; they raise AssertionError.
 
 Each trains real jobs in one process after the other. On the pretend device it changes how streams run in between.
 """
@@ -20,8 +20,8 @@ from ways_to_train import TEXTS
 
 SMALL = "--layers 6 --d-model 64 --d-hid 256"
 LARGE = "--layers 20 --d-model 1024 --d-hid 4096 --synthetic-reviews 400"
-"""Of models whose tensors take more memory than all else: on the pretend device, and on a GPU, of 253
-million parameters. A test of thousands of samples would gather shards hundreds of times."""
+"""Options of models whose parameters dominate the memory: for the pretend device, and for a GPU, with 253 million
+parameters. A test of thousands of samples would gather shards hundreds of times."""
 
 
 def kind() -> str:
@@ -130,7 +130,7 @@ def generators() -> tuple[int, None]:
     first, own = torch.device(kind(), 0), torch.device(kind(), 1)
     torch.ones(1, device=own)  # CUDA's generators are made with the first context
     generator = torch.get_device_module(first).default_generators[first.index]
-    others = generator.get_state()
+    state_of_first = generator.get_state()
     rng.seed_all(7, own)
     before = torch.rand(4, device=own).tolist()
     state = rng.rng_state(own)
@@ -139,7 +139,7 @@ def generators() -> tuple[int, None]:
     assert torch.rand(4, device=own).tolist() == drawn != before
     rng.seed_all(7, own)
     assert torch.rand(4, device=own).tolist() == before
-    assert torch.equal(generator.get_state(), others)
+    assert torch.equal(generator.get_state(), state_of_first)
     return 0, None
 
 
