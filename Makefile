@@ -110,7 +110,7 @@ $(STAMPS)/package: $(STAMPS)/venv $(REQUIREMENTS)
 	@touch $@
 
 $(STAMPS)/test: $(STAMPS)/package
-	$(INSTALL) -e '.[test,wandb,mlflow]'
+	$(INSTALL) -e '.[test]'
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/package
