@@ -11,23 +11,14 @@ is compared among them before the runs are compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-import torch
-
 from hvd_trainer.config.checks import flag
 from hvd_trainer.measure.equal_work import ASPECTS
-from hvd_trainer.tools.parity.tensors import (
-    NONE,
-    Finding,
-    among_ranks,
-    between_runs,
-    distance_between,
-    largest_difference,
-)
+from hvd_trainer.tools.parity.tensors import NONE, Finding, distance_between, find_unlike_tensors
 from hvd_trainer.tools.parity.tolerance import Tolerance, expected_tolerance
 from hvd_trainer.tools.parity.traces import VERSIONS, Moment, Trace
 from hvd_trainer.utils.text import plural
@@ -37,8 +28,8 @@ MAX_EVALUATION_ROUNDING = 1e-5
 sum in another order, even where they train the same bits."""
 RUN_OPTIONS = {"backend", "log_dir"}
 """Options that differ between any two runs."""
-EXCHANGE = "what averages the gradients"
-"""A setting of a script, where it is known of both runs."""
+EXCHANGE, EXCHANGED_BY = "what averages the gradients", "exchanged_by"
+"""A setting of a script, where it is known of both runs, and the fact of a run that tells it."""
 SIZE_OPTIONS = {"batch_size", "global_batch_size", "accumulate"}
 """Options that differ between runs on different numbers of ranks."""
 
@@ -75,7 +66,11 @@ class Pair:
     @cached_property
     def gaps(self) -> Mapping[int, float]:
         """The largest relative difference of a parameter, by step; 0: the same bits."""
-        return {when.step: largest_difference(self.one, self.other, when) for when in self.steps}
+        return {
+            when.step: max((apart.relative for apart in unlike), default=0.0)
+            for when in self.steps
+            for unlike in [find_unlike_tensors(self.one, self.other, when, "parameters")]
+        }
 
     @property
     def name(self) -> str:
@@ -122,7 +117,7 @@ class _MomentComparison:
         return kinds[self.when.name]()
 
     def _compare_start(self) -> Iterator[Finding]:
-        yield from self._compare_named("set-up", _settings(self.one, self.other))
+        yield from self._compare_named("set-up", *_settings(self.one, self.other))
         yield from self._compare_tensors("parameters")
         yield from self._compare_tensors("optimizer")
         yield from self._compare_tensors("buffers", alike=True)
@@ -151,55 +146,55 @@ class _MomentComparison:
             figures = [{name: value for name, value in side.items() if name == "test_loss"} for side in figures]
         elif self.one.size != self.other.size:
             limit = MAX_EVALUATION_ROUNDING
-        yield from self._compare_named("evaluation", _paired(*figures), limit)
-
-    def _finding(self, quantity: str, values: tuple[Any, Any], **more: Any) -> Finding:
-        return Finding(self.when, quantity, (self.one.name, self.other.name), values, **more)
+        yield from self._compare_named("evaluation", *figures, limit)
 
     def _compare_named(
-        self, quantity: str, pairs: Mapping[str, tuple[Any, Any]], limit: float = 0.0
+        self, quantity: str, one: Mapping[str, Any], other: Mapping[str, Any], limit: float = 0.0
     ) -> Iterator[Finding]:
         """Yield a finding if values of the same name differ."""
-        apart = {name: gap for name, pair in pairs.items() if (gap := _difference(*pair)) > limit}
-        for name, relative in [*apart.items()][:1]:
-            more = {"count": len(apart), "total": len(pairs)}
-            yield self._finding(quantity, pairs[name], name=name, relative=relative, **more)
+        sides, names = (self.one.name, self.other.name), {**one, **other}
+        pairs = {name: (one.get(name, NONE), other.get(name, NONE)) for name in names}
+        gaps = {name: distance_between(*pair).relative for name, pair in pairs.items()}
+        yield from _first(
+            Finding(self.when, quantity, sides, pairs[name], name, gap, total=len(names))
+            for name, gap in gaps.items()
+            if gap > limit
+        )
 
     def _compare_figure(
         self, quantity: str, value_of: Callable[[Mapping[str, Any]], Any], limit: float = 0.0
     ) -> Iterator[Finding]:
         """Yield findings about a figure that all ranks of a run have in common."""
-        for trace in (self.one, self.other):
-            first, *others = map(value_of, trace.lines(self.when))
-            ranks = [rank for rank, value in enumerate(others, 1) if _difference(first, value) > 0]
-            for rank in ranks[:1]:
-                sides, values = ("rank 0", f"rank {rank}"), (first, others[rank - 1])
-                yield Finding(self.when, quantity, sides, values, run=trace.name)
-        one, other = (value_of(trace.lines(self.when)[0]) for trace in (self.one, self.other))
-        yield from self._compare_named(quantity, {"": (one, other)}, limit)
+        one, other = ([value_of(line) for line in trace.lines(self.when)] for trace in (self.one, self.other))
+        for trace, values in ((self.one, one), (self.other, other)):
+            gaps = [distance_between(values[0], value).relative for value in values]
+            for rank in [rank for rank, gap in enumerate(gaps) if gap > 0][:1]:
+                sides, pair = ("rank 0", f"rank {rank}"), (values[0], values[rank])
+                yield Finding(self.when, quantity, sides, pair, relative=gaps[rank], run=trace.name)
+        yield from self._compare_named(quantity, {"": one[0]}, {"": other[0]}, limit)
 
     def _compare_samples(self) -> Iterator[Finding]:
         one, other, when = self.one, self.other, self.when
         left, right = one.samples(when), other.samples(when)
         if left != right:
             values = _describe_samples(left, right, other.name), _describe_samples(right, left, one.name)
-            yield self._finding("samples", values)
+            yield Finding(when, "samples", (one.name, other.name), values)
         elif self.allowed.exact and one.size == other.size:
             left_ranks, right_ranks = ([line["samples"] for line in run.lines(when)] for run in (one, other))
             if left_ranks != right_ranks:  # sums round otherwise
                 values = plural(left.total(), "sample"), "the same ones on other ranks, or in another order"
-                yield self._finding("samples", values)
+                yield Finding(when, "samples", (one.name, other.name), values)
 
     def _compare_losses(self) -> Iterator[Finding]:
-        one, other, limit = self.one, self.other, self.limit("loss")
-        pairs = {"": (one.loss(self.when), other.loss(self.when))}
-        if limit == 0 and one.size == other.size:
-            pairs = {
-                f"rank {rank}, pass {number}": pair
-                for rank, lines in enumerate(zip(one.lines(self.when), other.lines(self.when), strict=True))
-                for number, pair in enumerate(zip(*(line["losses"] for line in lines), strict=False), 1)
-            }
-        yield from self._compare_named("loss", pairs, limit)
+        limit, runs = self.limit("loss"), (self.one, self.other)
+        losses = [{"": run.loss(self.when)} for run in runs]
+        if limit == 0 and self.one.size == self.other.size:
+            lines = [enumerate(run.lines(self.when)) for run in runs]
+            losses = [
+                {f"rank {r}, pass {n}": loss for r, line in side for n, loss in enumerate(line["losses"], 1)}
+                for side in lines
+            ]
+        yield from self._compare_named("loss", *losses, limit)
 
     def _compare_tensors(self, kind: str, *, alike: bool = True) -> Iterator[Finding]:
         """Yield findings about the tensors of one kind.
@@ -208,22 +203,19 @@ class _MomentComparison:
             alike: whether all ranks of a run must have equal tensors.
         """
         limit = self.limit(kind)
-        for trace in (self.one, self.other):
-            if alike:
-                yield from among_ranks(trace, self.when, kind, limit if self.allowed.everywhere else 0.0)
+        for trace in (self.one, self.other) if alike else ():
+            among = limit if self.allowed.everywhere else 0.0
+            yield from _first(find_unlike_tensors(trace, trace, self.when, kind, among))
         if self.one.size != self.other.size and kind == "buffers" and self.when.name != "start":
             return  # each rank has statistics of its own samples
-        yield from between_runs(self.one, self.other, self.when, kind, limit)
+        yield from _first(find_unlike_tensors(self.one, self.other, self.when, kind, limit))
 
 
-def _difference(one: Any, other: Any) -> float:
-    """Return 0 for equal values, the relative difference of two floats, and infinity for anything else that
-    differs.
-    """
-    if isinstance(one, float) and isinstance(other, float):
-        left, right = (torch.tensor([side], dtype=torch.float64) for side in (one, other))
-        return distance_between(left, right).relative
-    return 0.0 if one == other else float("inf")
+def _first(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield the first of the findings about one quantity, with their number."""
+    unlike = list(findings)
+    for finding in unlike[:1]:
+        yield replace(finding, count=len(unlike))
 
 
 def _describe_samples(own: Counter[str], others: Counter[str], name: str) -> str:
@@ -234,17 +226,16 @@ def _describe_samples(own: Counter[str], others: Counter[str], name: str) -> str
     return text + (f", {missing:,} of which {name} does not take" if missing else "")
 
 
-def _paired(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {name: (one.get(name, NONE), other.get(name, NONE)) for name in {**one, **other}}
-
-
-def _settings(one: Trace, other: Trace) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that two runs must have alike, by name: of data, model, options and optimizer."""
+def _settings(one: Trace, other: Trace) -> Iterator[dict[str, Any]]:
+    """Yield the settings of each run that both must have alike, by name: of data, model, options, optimizer."""
     same_size = one.size == other.size
     unlike = RUN_OPTIONS if same_size else RUN_OPTIONS | SIZE_OPTIONS
+    exchanges = (one.name, other.name) != VERSIONS and all(run.facts.get(EXCHANGED_BY) for run in (one, other))
     aspects = [row for row in ASPECTS if same_size or row.across or row.name == "global_batch_size"]
 
-    def settings(trace: Trace) -> dict[str, Any]:
+    for trace in (one, other):
+        # It comes first, as the others may follow from it.
+        exchange = {EXCHANGE: trace.facts[EXCHANGED_BY]} if exchanges else {}
         facts = {row.text: trace.facts[row.name] for row in aspects if row.name in trace.facts}
         shapes = {name: shape for rank in trace.ranks for name, shape in rank[min(rank)].line["shapes"].items()}
         options = {flag(name): value for name, value in trace.options.items() if name not in unlike}
@@ -254,9 +245,4 @@ def _settings(one: Trace, other: Trace) -> dict[str, tuple[Any, Any]]:
             for number, group in enumerate(trace.start["settings"])
             for key, value in group.items()
         }
-        return {**facts, **shapes, **options, **sent, **optimizer}
-
-    exchanged_by = one.facts.get("exchanged_by"), other.facts.get("exchanged_by")
-    is_set_up_alike = all(exchanged_by) and (one.name, other.name) != VERSIONS
-    # It comes first, as the others may follow from it.
-    return {**({EXCHANGE: exchanged_by} if is_set_up_alike else {}), **_paired(settings(one), settings(other))}
+        yield {**exchange, **facts, **shapes, **options, **sent, **optimizer}

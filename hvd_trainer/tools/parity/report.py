@@ -12,9 +12,8 @@ from hvd_trainer.measure.chart import draw_lines
 from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.report import Picture, Report, Table, Verdict
 from hvd_trainer.measure.trace_format import SMALL
-from hvd_trainer.tools.parity.causes import find_causes
+from hvd_trainer.tools.parity.causes import find_causes, takes_same_samples
 from hvd_trainer.tools.parity.comparison import Pair
-from hvd_trainer.tools.parity.fits import repeats_samples, takes_same_samples
 from hvd_trainer.tools.parity.tensors import Finding
 from hvd_trainer.tools.parity.traced_runs import TracedRun
 from hvd_trainer.tools.parity.traces import Moment, Trace
@@ -128,7 +127,7 @@ def _suspect(trace: Trace) -> Iterator[str]:
     steps = trace.steps
     if steps and all(takes_same_samples(trace, when) for when in steps):
         yield "Both train on the same samples on all ranks: is there no DistributedSampler?"
-    elif any(repeats_samples(trace, when) for when in steps):
+    elif trace.repeats:
         yield "Both go through the data in the same order in each epoch: is there no sampler.set_epoch(epoch)?"
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hvd_trainer.tools.parity.traces import Moment, Snapshot, Trace
@@ -41,53 +42,58 @@ class Finding:
 
 
 class Distance(NamedTuple):
-    """The distance of two tensors."""
+    """The distance of two values."""
 
     relative: float
     """the norm of the difference divided by that of the larger tensor"""
     left: Any
     right: Any
-    """the elements that are farthest apart, or a description of a tensor without a counterpart"""
+    """of tensors the elements that are farthest apart, or a description of one without a counterpart"""
 
 
 TensorPair = tuple[str, int, int]
 """The name of a tensor, and two ranks, of one run or of two."""
 
 
-def among_ranks(trace: Trace, when: Moment, kind: str, limit: float = 0.0) -> Iterator[Finding]:
-    """Yield a finding if there are tensors that are not the same on all ranks of a run that have them whole.
+def find_unlike_tensors(
+    one: Trace, other: Trace, when: Moment, kind: str, limit: float = 0.0
+) -> Iterator[Finding]:
+    """Yield a finding for each tensor that differs between two runs, or among the ranks of one.
+
+    Ranks of one run are compared where they have a tensor whole. Two runs are compared rank by rank; between
+    unequal numbers of ranks only whole tensors are.
 
     Args:
+        other: the same as `one`, to compare its ranks.
         kind: gradients, parameters, optimizer or buffers.
         limit: the largest allowed relative difference; 0: every bit counts.
     """
-    first = _first_holders(trace, when, kind)
-    ranks = range(trace.size)
-    pairs = [(name, first[name], rank) for rank in ranks for name in _whole(trace, when, kind, rank)]
-    yield from _compare(trace, trace, when, kind, pairs, limit)
+    pairs, run = _pairs(one, other, when, kind), one.name if one is other else ""
+    total = len({name for name, _, _ in pairs})
+    done, seen = set[str](), set[tuple[str, str | None, str | None]]()
+    for name, rank, other_rank in pairs:
+        left, right = one.ranks[rank][when], other.ranks[other_rank][when]
+        contents = name, left.checksums(kind).get(name), right.checksums(kind).get(name)
+        # The same two contents may have been compared on other ranks already.
+        if contents[1] == contents[2] or name in done or contents in seen:
+            continue
+        seen.add(contents)
+        apart = _distance(left, right, kind, name)
+        if limit == 0 or apart.relative > limit:
+            done.add(name)
+            sides, values = _sides(one, other, rank, other_rank), (apart.left, apart.right)
+            yield Finding(when, kind, sides, values, name, apart.relative, total=total, run=run)
 
 
-def between_runs(one: Trace, other: Trace, when: Moment, kind: str, limit: float = 0.0) -> Iterator[Finding]:
-    """Yield a finding if tensors differ between two runs.
-
-    They are compared rank by rank; between unequal numbers of ranks only whole tensors are.
-    """
-    if one.size == other.size:
+def _pairs(one: Trace, other: Trace, when: Moment, kind: str) -> list[TensorPair]:
+    if one.size == other.size and one is not other:
         sides = enumerate(zip(one.ranks, other.ranks, strict=True))
         sums = [(rank, left[when].checksums(kind), right[when].checksums(kind)) for rank, (left, right) in sides]
-        pairs = [(name, rank, rank) for rank, left, right in sums for name in {**left, **right}]
-    else:
-        left, right = (_first_holders(trace, when, kind) for trace in (one, other))
-        pairs = [(name, left.get(name, 0), right.get(name, 0)) for name in {**left, **right}]
-    yield from _compare(one, other, when, kind, pairs, limit)
-
-
-def largest_difference(one: Trace, other: Trace, when: Moment) -> float:
-    """Return the largest relative difference of a parameter on rank 0 of two runs; 0 means the same bits."""
-    left, right = one.ranks[0][when], other.ranks[0][when]
-    sums = left.checksums("parameters"), right.checksums("parameters")
-    names = [name for name in {**sums[0], **sums[1]} if sums[0].get(name) != sums[1].get(name)]
-    return max((_distance(left, right, "parameters", name).relative for name in names), default=0.0)
+        return [(name, rank, rank) for rank, left, right in sums for name in {**left, **right}]
+    first, others = (_first_holders(trace, when, kind) for trace in (one, other))
+    if one is not other:
+        return [(name, first.get(name, 0), others.get(name, 0)) for name in {**first, **others}]
+    return [(name, first[name], rank) for rank in range(one.size) for name in _whole(one, when, kind, rank)]
 
 
 def _whole(trace: Trace, when: Moment, kind: str, rank: int) -> Iterator[str]:
@@ -107,27 +113,6 @@ def _first_holders(trace: Trace, when: Moment, kind: str) -> dict[str, int]:
     return holders
 
 
-def _compare(
-    one: Trace, other: Trace, when: Moment, kind: str, pairs: Sequence[TensorPair], limit: float
-) -> Iterator[Finding]:
-    """Yield a finding about the first tensor that differs by more than the limit, and the number of them."""
-    findings, seen = dict[str, Finding](), set[tuple[str, str | None, str | None]]()
-    for name, rank, other_rank in pairs:
-        left, right = one.ranks[rank][when], other.ranks[other_rank][when]
-        contents = name, left.checksums(kind).get(name), right.checksums(kind).get(name)
-        # The same two contents may have been compared on other ranks already.
-        if contents[1] == contents[2] or name in findings or contents in seen:
-            continue
-        seen.add(contents)
-        apart = _distance(left, right, kind, name)
-        if limit == 0 or apart.relative > limit:
-            sides, values = _sides(one, other, rank, other_rank), (apart.left, apart.right)
-            findings[name] = Finding(when, kind, sides, values, name, apart.relative)
-    for first in [*findings.values()][:1]:
-        total, run = len({name for name, _, _ in pairs}), one.name if one is other else ""
-        yield replace(first, count=len(findings), total=total, run=run)
-
-
 def _sides(one: Trace, other: Trace, rank: int, other_rank: int) -> tuple[str, str]:
     if one is other:
         return f"rank {rank}", f"rank {other_rank}"
@@ -138,18 +123,22 @@ def _sides(one: Trace, other: Trace, rank: int, other_rank: int) -> tuple[str, s
 def _distance(left: Snapshot, right: Snapshot, kind: str, name: str) -> Distance:
     place = f"{kind}/{name}"
     min_norm = MIN_NORM_FRACTION * norm_of_kind(left, kind_of(place))
-    return distance_between(left.values().get(place), right.values().get(place), min_norm)
+    return distance_between(left.values().get(place, NONE), right.values().get(place, NONE), min_norm)
 
 
-def distance_between(one: Tensor | None, other: Tensor | None, min_norm: float = 0.0) -> Distance:
-    """Return the distance of two flat tensors.
+def distance_between(one: Any, other: Any, min_norm: float = 0.0) -> Distance:
+    """Return the distance of two flat tensors, or of two floats; what else differs is infinitely far apart.
 
     Args:
-        one, other: the tensors; None where a side does not have it.
+        one, other: the values; `NONE` where a side has none.
         min_norm: the least norm by which the difference is divided.
     """
-    if one is None or other is None or len(one) != len(other):
-        return Distance(math.inf, _describe_tensor(one), _describe_tensor(other))
+    if isinstance(one, float) and isinstance(other, float):
+        one, other = (torch.tensor([side], dtype=torch.float64) for side in (one, other))
+    are_tensors = isinstance(one, Tensor), isinstance(other, Tensor)
+    if not all(are_tensors) or len(one) != len(other):
+        is_same = not any(are_tensors) and one == other
+        return Distance(0.0 if is_same else math.inf, _describe(one), _describe(other))
     left, right = one.double(), other.double()
     distance = (left - right).abs()
     distance[(left == right) | (left.isnan() & right.isnan())] = 0.0
@@ -162,12 +151,10 @@ def distance_between(one: Tensor | None, other: Tensor | None, min_norm: float =
     return Distance(relative, float(left[place]), float(right[place]))
 
 
-def _describe_tensor(tensor: Tensor | None) -> Any:
-    if tensor is None:
-        return NONE
-    if len(tensor) == 1:
-        return float(tensor)
-    return f"{len(tensor):,} elements, norm {float(tensor.double().norm()):.4g}"
+def _describe(value: Any) -> Any:
+    if not isinstance(value, Tensor) or len(value) == 1:
+        return float(value) if isinstance(value, Tensor) else value
+    return f"{len(value):,} elements, norm {float(value.double().norm()):.4g}"
 
 
 @lru_cache(maxsize=64)

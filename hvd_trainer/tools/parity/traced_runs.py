@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import read_backends
 from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial
-from hvd_trainer.measure.trials import RunRecord, TrialRunner
+from hvd_trainer.measure.trials import JobTrial, RunRecord, TrialRunner
 from hvd_trainer.tools.parity.traces import VERSIONS, Trace, read_trace
 from hvd_trainer.utils.text import plural
 
@@ -28,9 +27,40 @@ class Side(NamedTuple):
     engine: str
     job: Sequence[str]
 
+    def trial(
+        self, ranks: int, threads: int, steps: int, like: Trace | None = None, *, exactly: bool = True
+    ) -> JobTrial:
+        """Return how it is run: as a user would type it, but for the steps that are traced.
 
-@dataclass(frozen=True)
-class TracedRun:
+        Args:
+            like: for `single`: a run on many ranks, whose global batch it takes.
+            exactly: whether a script for Horovod computes what it does on Horovod, its traps included.
+        """
+        name, engine, job = self
+        options = {} if like is None or engine != "single" else global_batch_options(like)
+        ranks = 1 if engine == "single" else ranks
+        trial = MeasuredTrial(
+            job=job,
+            engine=engine,
+            ranks=ranks,
+            threads=threads,
+            steps=steps,
+            run_options=(*(SAME_NUMBERS if exactly else ()), *(SAME_SUMS if name in VERSIONS else ())),
+            options=options,
+            endless=False,
+            record={"trace_steps": steps},
+        )
+
+        def read(log: Path) -> dict[str, Any] | None:
+            trace = read_trace(name, log)
+            return None if trace is None or trace.size != ranks else {"steps": len(trace.steps)}
+
+        label = f"{name if name == engine else f'{name}, {engine}'} on {plural(ranks, 'rank')}"
+        identity = {"engine": engine, "exactly": exactly, "ranks": ranks, "words": [*job], "options": options}
+        return JobTrial(label, identity, trial.start, read)
+
+
+class TracedRun(NamedTuple):
     """A run and its trace; a failed run has the trace of the steps it made."""
 
     name: str
@@ -57,63 +87,13 @@ def versions(text: str, job: Sequence[str], new: Path) -> list[Side]:
     Raises:
         OptionError: there is no such file, the job is no script, or these are not two engines.
     """
-    engines = text.split(",")
+    engines = [name.strip() for name in text.split(",")]
     if not new.is_file() or job[0] == "-m":
         raise OptionError(f"--new {new}: name a file, and behind -- the script that it is a new version of")
     if len(engines) != len(VERSIONS) or not {*engines} <= {"horovod", "ddp"}:
         raise OptionError(f"--backend {text}: with --new it is horovod,ddp or ddp,ddp, of the old and of the new")
     jobs = (job, [str(new), *job[1:]])
     return [Side(*side) for side in zip(VERSIONS, engines, jobs, strict=True)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TracedTrial(MeasuredTrial):
-    """A way to run the job on an engine: as a user would type it, but for the steps that are traced."""
-
-    name: str
-
-    @classmethod
-    def of(
-        cls,
-        job: Sequence[str],
-        engine: str,
-        ranks: int,
-        threads: int,
-        steps: int,
-        like: Trace | None = None,
-        *,
-        name: str | None = None,
-        exactly: bool = True,
-    ) -> TracedTrial:
-        """Return a trial that traces `steps` steps.
-
-        Args:
-            like: for `single`: a run on many ranks, whose global batch it takes.
-            name: of the run; None: that of the engine.
-            exactly: whether a script for Horovod computes what it does on Horovod, its traps included.
-        """
-        options = {} if like is None or engine != "single" else global_batch_options(like)
-        ranks = 1 if engine == "single" else ranks
-        name = name or engine
-        return cls(
-            name=name,
-            run_options=(*(SAME_NUMBERS if exactly else ()), *(SAME_SUMS if name in VERSIONS else ())),
-            job=job,
-            engine=engine,
-            ranks=ranks,
-            threads=threads,
-            steps=steps,
-            endless=False,
-            options=options,
-            record={"trace_steps": steps},
-            label=f"{name if name == engine else f'{name}, {engine}'} on {plural(ranks, 'rank')}",
-            identity={"engine": engine, "exactly": exactly, "ranks": ranks, "words": [*job], "options": options},
-        )
-
-    def read(self, log: Path) -> dict[str, Any] | None:
-        """Return the number of steps that were traced; None if a rank has no trace."""
-        trace = read_trace(self.name, log)
-        return None if trace is None or trace.size != self.ranks else {"steps": len(trace.steps)}
 
 
 def global_batch_options(like: Trace) -> dict[str, Any]:
@@ -144,16 +124,16 @@ def trace_all(
     """Make each run and print its result; after a failed run the others are made all the same."""
     for name in (*ENGINES, *VERSIONS):
         shutil.rmtree(runner.folder / name, ignore_errors=True)
-    for name, engine, job in sides:  # raises before the first run if a launcher is missing
-        TracedTrial.of(job, engine, ranks, threads, steps, name=name).start(runner.folder)
+    for side in sides:  # raises before the first run if a launcher is missing
+        side.trial(ranks, threads, steps).start(runner.folder)
     runs: list[TracedRun] = []
-    for name, engine, job in sides:
+    for side in sides:
         like = next((run.trace for run in runs if run.trace is not None), None)
-        trial = TracedTrial.of(job, engine, ranks, threads, steps, like, name=name, exactly=exactly)
-        record = runner.run(trial, keep=runner.folder / name)
+        trial, kept = side.trial(ranks, threads, steps, like, exactly=exactly), runner.folder / side.name
+        record = runner.run(trial, keep=kept)
         made = record.figures.get("steps", steps)
         said = plural(made, "step") if record.state == "done" else record.state
         more = f", as the job makes no more than {made}" if made < steps else ""
         print(f"{trial.label}: {said} ({record.seconds:.0f} s){more}", flush=True)
-        runs.append(TracedRun(name, record, read_trace(name, runner.folder / name)))
+        runs.append(TracedRun(side.name, record, read_trace(side.name, kept)))
     return runs

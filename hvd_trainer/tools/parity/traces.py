@@ -111,14 +111,23 @@ class Trace:
         """The line that rank 0 wrote about itself and the model before training."""
         return self.ranks[0][min(self.ranks[0])].line
 
-    @property
+    @cached_property
     def moments(self) -> list[Moment]:
         """The moments that all ranks have, in order."""
         return sorted(set.intersection(*(set(rank) for rank in self.ranks)))
 
-    @property
+    @cached_property
     def steps(self) -> list[Moment]:
         return [when for when in self.moments if when.name == "step"]
+
+    @cached_property
+    def repeats(self) -> frozenset[Moment]:
+        """The steps with the samples of an earlier one, as the same step of an earlier epoch has them."""
+        firsts: dict[frozenset[tuple[str, int]], Moment] = {}
+        taken = {when: frozenset(self.samples(when).items()) for when in self.steps}
+        return frozenset(
+            when for when, samples in taken.items() if samples and firsts.setdefault(samples, when) != when
+        )
 
     def lines(self, when: Moment) -> list[Mapping[str, Any]]:
         """Return the line of each rank at a moment."""

@@ -21,7 +21,7 @@ from hvd_trainer.tools.compare.options import CompareOptions
 from hvd_trainer.tools.compare.result import side_of
 from hvd_trainer.tools.compare.trials import CompareTrial
 from hvd_trainer.tools.compare.variants import make_variants, read_axes
-from hvd_trainer.tools.parity.traced_runs import TracedTrial
+from hvd_trainer.tools.parity import traced_runs
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,11 @@ def test_scripts_take_horovods_step_on_both_engines(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import horovod.torch as hvd\n")
     trials = [*trials_of(job=[str(script)], backends="horovod,ddp", baselines=[f"ddp {script}"])]
-    trials += [TracedTrial.of([str(script)], engine, 2, 1, 5) for engine in ("horovod", "ddp")]
-    asked = ["--exactly-horovod" in trial.start(tmp_path).command for trial in trials]
+    starts = [trial.start(tmp_path) for trial in trials]
+    starts += [
+        traced_runs.Side(name, name, [str(script)]).trial(2, 1, 5).start(tmp_path) for name in ("horovod", "ddp")
+    ]
+    asked = ["--exactly-horovod" in start.command for start in starts]
     assert asked == [True, True, False, True, True]
 
 

@@ -30,19 +30,13 @@ from hvd_trainer.measure.report import Report
 from hvd_trainer.measure.start import Start
 from hvd_trainer.measure.trace_format import KEPT_BYTES, draws, sample_checksums, stride, subsample
 from hvd_trainer.measure.trials import RunRecord
-from hvd_trainer.tools.parity import cli, fits
+from hvd_trainer.tools.parity import causes, cli
 from hvd_trainer.tools.parity.causes import find_causes, known_causes
 from hvd_trainer.tools.parity.comparison import Pair
 from hvd_trainer.tools.parity.report import conclude, details, verdict
 from hvd_trainer.tools.parity.tensors import NONE, distance_between
 from hvd_trainer.tools.parity.tolerance import expected_tolerance
-from hvd_trainer.tools.parity.traced_runs import (
-    TracedRun,
-    TracedTrial,
-    global_batch_options,
-    parse_engines,
-    versions,
-)
+from hvd_trainer.tools.parity.traced_runs import Side, TracedRun, global_batch_options, parse_engines, versions
 from hvd_trainer.tools.parity.traces import SCRIPT_OPTIONS, Moment, Trace
 
 DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits")
@@ -205,6 +199,42 @@ def test_finding_names_the_rank_of_each_side() -> None:
     assert (finding.name, finding.sides) == ("a.bias", ("ddp, rank 1", "single"))
 
 
+def test_distance_of_parameters_is_that_of_all_stages() -> None:
+    """Rank 0 has the first stage only: where a later one differed, the table said "same bits"."""
+
+    def keep_own(rank: int, line: Any, values: Any) -> None:
+        for name in [name for name in values if (name.rpartition("/")[2] == "b.weight") != (rank == 1)]:
+            del values[name]
+
+    step = combine(multiply(1.5, "parameters/b.weight"), keep_own)
+    staged = [make_trace(name, {"step 1": change}) for name, change in (("horovod", keep_own), ("ddp", step))]
+    gaps = Pair.compare(*staged, asked=0.5).gaps
+    assert gaps[1] == pytest.approx(1 / 3)
+    assert gaps[2] == 0
+
+
+def test_pass_that_only_one_side_makes_is_a_difference() -> None:
+    """Passes of one rank were compared as far as both sides had them."""
+    pair = Pair.compare(make_trace("horovod", {"step 1": set_line(losses=[1.0, 1.0])}), make_trace("ddp"))
+    assert next(details(pair)) == ("First: the loss (2 of 4 differ): rank 0, pass 2 is 1 on horovod, none on ddp.")
+
+
+def test_ranks_with_unlike_norms_are_as_far_apart_as_said() -> None:
+    def norm(rank: int, line: dict[str, Any], values: Any) -> None:
+        line["grad_norm"] = 2.0 + 2 * rank
+
+    (finding, *_) = Pair.compare(make_trace("horovod", {"step 1": norm}), make_trace("ddp")).findings
+    assert (finding.run, finding.relative) == ("horovod", 0.5)
+
+
+def test_samples_of_a_step_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step's were counted again for each later step, which took minutes of a thousand steps."""
+    trace, count, counted = make_trace(steps=20), Trace.samples, list[Moment]()
+    monkeypatch.setattr(Trace, "samples", lambda self, when: (counted.append(when), count(self, when))[1])
+    assert not trace.repeats
+    assert counted == trace.steps
+
+
 def test_run_that_ends_early() -> None:
     whole = make_trace("horovod")
     ranks = [{when: snapshot for when, snapshot in rank.items() if when.step < 3} for rank in whole.ranks]
@@ -336,7 +366,7 @@ def test_distances_of_tensors() -> None:
     assert distance_between(tensor([1.0, nan]), tensor([1.0, 2.0])).relative == math.inf
     assert distance_between(tensor([math.inf]), tensor([math.inf])).relative == 0
     assert distance_between(tensor([3, 4]), tensor([3, 5]))[1:] == (4, 5)
-    assert distance_between(None, tensor([1.0]))[1:] == (NONE, 1.0)
+    assert distance_between(NONE, tensor([1.0]))[1:] == (NONE, 1.0)
     assert distance_between(torch.zeros(0), torch.zeros(0)).relative == 0
 
 
@@ -388,10 +418,10 @@ def test_invalid_engines_are_refused(backend: str) -> None:
 def test_a_new_version_of_a_script_is_run_in_its_place(tmp_path: Path) -> None:
     new = tmp_path / "new.py"
     new.touch()
-    old, other = versions("horovod,ddp", ["train.py", "--epochs", "1"], new)
+    old, other = versions("horovod, ddp", ["train.py", "--epochs", "1"], new)
     assert old == ("old", "horovod", ["train.py", "--epochs", "1"])
     assert other == ("new", "ddp", [str(new), "--epochs", "1"])
-    trial = TracedTrial.of(other.job, other.engine, 2, 1, 20, name=other.name, exactly=False)
+    trial = other.trial(2, 1, 20, exactly=False)
     assert trial.label == "new, ddp on 2 ranks"
     assert "--exactly-horovod" not in trial.start(tmp_path).command
     for backend, job in (("horovod,ddp", DIGITS), ("horovod", ["train.py"]), ("ddp,single", ["train.py"])):
@@ -411,7 +441,7 @@ def test_two_versions_may_exchange_by_different_means() -> None:
 
 def test_single_comes_last_with_the_global_batch() -> None:
     assert parse_engines("single, ddp") == ["ddp", "single"]
-    trial = TracedTrial.of(DIGITS, "single", 4, 1, 20, make_trace(ranks=4, accumulate=2))
+    trial = Side("single", "single", DIGITS).trial(4, 1, 20, make_trace(ranks=4, accumulate=2))
     message = Message.read(trial.start(Path("log")).variables)
     assert message == Message(
         log_dir="log", engine="single", max_steps=20, trace_steps=20, options={"accumulate": 8}
@@ -472,4 +502,4 @@ def test_subsample_of_large_models() -> None:
 
 
 def test_each_known_cause_has_a_function_that_tells_whether_it_fits() -> None:
-    assert all(callable(getattr(fits, known.when)) for known in known_causes())
+    assert all(callable(getattr(causes, known.when)) for known in known_causes())
