@@ -49,7 +49,7 @@ def run_guarded(start_ranks: Callable[[], int]) -> int:
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return code  # only daemons are left
-    _end(psutil.Process().children())
+    _end_all(psutil.Process().children())
     return 128 - code
 
 
@@ -84,21 +84,28 @@ class Orphans:
     def end(self) -> None:
         """End them and all that they have started, but for daemons."""
         spared = self._own | self._daemons
-        _end([child for child in psutil.Process().children() if child.pid not in spared])
+        _end_all([child for child in psutil.Process().children() if child.pid not in spared])
 
 
-def _end(processes: Sequence[psutil.Process]) -> None:
-    """End processes and all that they have started: by SIGTERM, and by SIGKILL if that takes too long."""
-    left = list(processes)
+def _end_all(processes: Sequence[psutil.Process]) -> None:
+    """End processes and all that they have started."""
+    below: list[psutil.Process] = []
     for process in processes:
         with suppress(psutil.Error):
-            left += process.children(recursive=True)
-    for process in left:
+            below += process.children(recursive=True)
+    end_processes([*processes, *below])
+
+
+def end_processes(processes: Sequence[psutil.Process]) -> None:
+    """End processes: by SIGTERM, and by SIGKILL if that takes too long."""
+    for process in processes:
         with suppress(psutil.Error):
             process.terminate()
-    for process in psutil.wait_procs(left, GRACE_S)[1]:
+    alive = psutil.wait_procs(processes, GRACE_S)[1]
+    for process in alive:
         with suppress(psutil.Error):
             process.kill()
+    psutil.wait_procs(alive, GRACE_S)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 
@@ -14,7 +13,7 @@ from hvd_trainer.faults.failure_report import GRACE_S
 from hvd_trainer.launch.launchers import without_ranks
 from hvd_trainer.measure.start import exit_on_sigterm
 from hvd_trainer.rendezvous.store_client import local_store, rank_environment
-from hvd_trainer.tools.run.descendants import Orphans
+from hvd_trainer.tools.run.descendants import Orphans, end_processes
 from hvd_trainer.training.job import MESSAGE_GRACE_S, USER_ERROR
 
 POLL_S = 0.02
@@ -30,25 +29,25 @@ def run_ranks(command: Sequence[str], size: int, *, is_guard: bool = False) -> i
         is_guard: whether this process is that of `run_guarded`, and so ends what the ranks have left, too.
     """
     with exit_on_sigterm(), local_store() as endpoint:
-        ranks: list[subprocess.Popen[bytes]] = []
+        ranks: list[psutil.Popen] = []
         server = {child.pid for child in psutil.Process().children()}
         orphans = None
         try:
             for rank in range(size):
                 environ = without_ranks(os.environ) | rank_environment(rank, size, endpoint)
-                ranks.append(subprocess.Popen(command, env=environ))
+                ranks.append(psutil.Popen(command, env=environ))
             if is_guard:
                 orphans = Orphans(server | {rank.pid for rank in ranks})
             return _wait(ranks, orphans)
         finally:
             if is_guard:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may come once more, when the command has ended
-            _end(ranks)
+            end_processes(ranks)
             if orphans is not None:
                 orphans.end()
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], orphans: Orphans | None) -> int:
+def _wait(ranks: Sequence[psutil.Popen], orphans: Orphans | None) -> int:
     """Return once all ranks have ended, or one has failed and the others had the time to end by themselves."""
     while True:
         pids = orphans.list() if orphans is not None else ()
@@ -65,16 +64,3 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], orphans: Orphans | None) -> 
         if None not in codes:
             return 0
         time.sleep(POLL_S)
-
-
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the ranks that still run: by SIGTERM, and by SIGKILL if that takes too long."""
-    for rank in ranks:
-        rank.terminate()
-    deadline = time.monotonic() + GRACE_S
-    for rank in ranks:
-        try:
-            rank.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.kill()
-            rank.wait()
