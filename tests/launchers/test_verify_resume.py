@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
 from combinations import case
 from compared import RAN
-from launchers import SCRIPTS, launch
+from launchers import SCRIPTS, launch, start
+from waiting import wait_for
 
+from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.verify_resume import cli
 from hvd_trainer.tools.verify_resume.campaign import Campaign, Killed
 
 SCRIPT = str(SCRIPTS / "torch_ddp.py")
@@ -41,6 +45,25 @@ def test_verify_resume_kills_a_script_and_its_launcher(
     recovery = re.search(line, said, re.MULTILINE)
     assert (recovery is not None) == (code == 0)
     assert recovery is None or 0 < float(recovery[1]) <= float(recovery[2])
+
+
+def test_out_is_tried_before_the_first_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder that could not be written to was told after all kills, and the page was lost."""
+    monkeypatch.setattr(cli, "verify", lambda *_, **__: pytest.fail("it has begun"))
+    (tmp_path / "file").touch()
+    with pytest.raises(OptionError, match="cannot be written to"):
+        cli.main(["--out", str(tmp_path / "file" / "out"), "--", SCRIPT])
+
+
+def test_sigterm_ends_what_was_started(tmp_path: Path) -> None:
+    """Its ranks ran on, as they are in sessions of their own."""
+    script = tmp_path / "train.py"
+    script.write_text(f"import time\nopen({str(tmp_path / 'began')!r}, 'w')\ntime.sleep(600)\n")
+    options = ["--np", "1", "--backend", "ddp", "--out", str(tmp_path / "out")]
+    with start("python", 1, ["-m", "hvd_trainer", "verify-resume", *options, "--", str(script)]) as job:
+        wait_for((tmp_path / "began").exists, 60, lambda: job.report("the script was not started"))
+        job.popen.terminate()
+        assert job.wait(30).returncode == 128 + signal.SIGTERM
 
 
 def test_what_was_lost_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:

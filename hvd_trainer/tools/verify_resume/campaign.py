@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -60,8 +60,16 @@ class Script:
             job=self.job, engine=self.engine, ranks=self.ranks, endless=False, record={"hold": hold}
         )
 
+    @contextmanager
+    def started(self, place: Path, hold: tuple[int, int] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+        """Start it in `place`, that of one start in the run's, and give its launcher; end all at the end."""
+        place.mkdir(parents=True)
+        start = in_own_folder(self.trial(hold).start(place), place.parent)
+        with launched(start, place, place / "output") as launcher:
+            yield launcher
+
     def finish(self, place: Path) -> tuple[dict[str, Any], float]:
-        """Run it to its end in `place`, that of one start in the run's.
+        """Run it to its end in `place`.
 
         Returns:
             Its figures, and the seconds from the start to the end of the first step.
@@ -69,37 +77,33 @@ class Script:
         Raises:
             LaunchError: it fails, or takes no step.
         """
-        trial = self.trial()
-        output, began = place / "output", time.time()
-        place.mkdir(parents=True)
-        with launched(in_own_folder(trial.start(place), place.parent), place, output) as launcher:
+        began = time.time()
+        with self.started(place) as launcher:
             try:
                 code = launcher.wait(END_S)
             except subprocess.TimeoutExpired:
-                raise _error(f"had not ended after {END_S:g} s", output) from None
+                raise _error(f"had not ended after {END_S:g} s", place) from None
         if code != 0:
-            raise _error(f"ended with code {code}", output)
+            raise _error(f"ended with code {code}", place)
         for path in written_outside(place.parent):
             print(f"warning: {describe_outside(path)}", file=sys.stderr, flush=True)
-        figures = trial.read(place)
+        figures = self.trial().read(place)
         if figures is None:
-            raise _error(f"took no step{why_no_step(place.parent, place)}", output)
+            raise _error(f"took no step{why_no_step(place.parent, place)}", place)
         return figures, _first_step_s(place, began)
 
     def kill(self, place: Path, rank: int, steps: int, *, launcher: bool) -> Killed:
-        """Start it, and kill a rank, or the launcher, after so many steps.
+        """Start it in `place`, and kill a rank, or the launcher, after so many steps.
 
         Raises:
             LaunchError: it does not come to this step.
         """
-        start = in_own_folder(self.trial((rank, steps)).start(place), place.parent)
-        output, began, mark = place / "output", time.time(), place / MARK
-        place.mkdir(parents=True)
-        with launched(start, place, output) as process:
+        began, mark = time.time(), place / MARK
+        with self.started(place, (rank, steps)) as process:
             while not mark.exists():
                 if time.time() > began + END_S or process.poll() is not None:
                     late = "ended before the kill, or hangs: let it train longer, or type fewer --kills"
-                    raise _error(late, output)
+                    raise _error(late, place)
                 time.sleep(POLL_S)
             with suppress(ProcessLookupError):
                 os.kill(process.pid if launcher else int(mark.read_text()), signal.SIGKILL)
@@ -120,8 +124,8 @@ def _first_step_s(place: Path, began: float) -> float:
     return (place / FIRST_STEP).stat().st_mtime - began
 
 
-def _error(what: str, output: Path) -> LaunchError:
-    return LaunchError(f"The job {what}:\n{output.read_text(errors='replace')[-2000:]}")
+def _error(what: str, place: Path) -> LaunchError:
+    return LaunchError(f"The job {what}:\n{(place / 'output').read_text(errors='replace')[-2000:]}")
 
 
 class Campaign(NamedTuple):

@@ -56,17 +56,17 @@ def main(argv: Sequence[str]) -> int:
     ran = Ran.now(f"{COMMAND} verify-resume", argv)
     options, job = read_command("verify-resume", Options, argv)
     check_installed("jinja2", "rich")
-    folder = Path(tempfile.mkdtemp(prefix="hvd_trainer-verify-"))
     script = Script(job, options.backend, options.np)
-    try:
-        campaign = verify(script, kills=options.kills, draw=random.Random(options.seed), folder=folder)
-        report = campaign.report(ran)
-        report.show()
-        with locked_folder(options.out) as out:
+    with locked_folder(options.out) as out:
+        folder = Path(tempfile.mkdtemp(prefix="hvd_trainer-verify-"))
+        try:
+            campaign = verify(script, kills=options.kills, draw=random.Random(options.seed), folder=folder)
+            report = campaign.report(ran)
+            report.show()
             report.write(out, "resume")
-        return int(report.has_failed)
-    finally:
-        if options.keep:
-            print(f"both runs are in {folder}")
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
+            return int(report.has_failed)
+        finally:
+            if options.keep:
+                print(f"both runs are in {folder}")
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
