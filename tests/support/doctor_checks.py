@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hvd_trainer.horovod_build.facts import Facts, Gpu, TorchFacts
 from hvd_trainer.tools.doctor import cli
-from hvd_trainer.tools.doctor.context import Context, Options, Programs, look_up, read_hosts
+from hvd_trainer.tools.doctor.context import Context, Options, Programs, look_up
 from hvd_trainer.tools.doctor.findings import Finding
-from hvd_trainer.utils.process import start_in_thread
 
 TORCH = TorchFacts(
     version="2.15.0+cu132",
@@ -44,15 +40,9 @@ def run_checks(
     **options: Any,
 ) -> list[Finding]:
     """Run some of the checks as the tool runs them, without the probe of PyTorch."""
-    chosen = Options(**options)
-    hosts = read_hosts(chosen.hosts)
     variables = {**os.environ, **(environ or {})}
-    known = [socket.gethostname(), "localhost", *(host.name for host in hosts)]
-    lookups = {name: start_in_thread(partial(look_up, name), "doctor") for name in known}
-    probe: Future[Facts] = Future()
-    probe.set_result(facts or Facts(torch))
     with Programs(variables, time.monotonic() + limit_s) as programs:
-        context = Context(chosen, hosts, variables, programs, probe, lookups)
+        context = Context(Options(**options), programs, variables, look_up, lambda: facts or Facts(torch))
         return cli.run_checks(context, {name: cli.CHECKS[name] for name in names})
 
 

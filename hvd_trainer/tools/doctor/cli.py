@@ -9,7 +9,6 @@ host or a driver delays no other, and is reported as unanswered.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 import traceback
@@ -22,7 +21,7 @@ from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import first_line
 from hvd_trainer.measure.start import exit_on_sigterm
 from hvd_trainer.tools.doctor import gpus, hosts, launchers, machine, network, software
-from hvd_trainer.tools.doctor.context import Context, Host, Options, Programs, look_up, read_hosts, run_probe
+from hvd_trainer.tools.doctor.context import Context, Options, Programs
 from hvd_trainer.tools.doctor.findings import (
     Finding,
     as_json,
@@ -71,11 +70,10 @@ def main(argv: Sequence[str]) -> int:
     """
     options = read_words(Options, argv, program=f"{COMMAND} doctor")
     options.check()
-    visited = read_hosts(options.hosts)
     began = time.monotonic()
     text = f"looking around, {options.timeout_s:g} s at most ..."
     with _transient_line(text), Programs(os.environ, began + options.timeout_s) as programs:
-        context = build_context(options, visited, programs)
+        context = Context(options, programs, os.environ)
         findings = run_checks(context, CHECKS)
     width = name_width(findings)
     if not options.json:
@@ -84,9 +82,9 @@ def main(argv: Sequence[str]) -> int:
         # Imported here because it imports PyTorch, which takes seconds.
         from hvd_trainer.tools.doctor import engines
 
-        for engine in engines.installed_engines(context.facts):
+        for engine, device in engines.devices_of_engines(context.facts).items():
             with _transient_line(f"starting {engines.RANKS} ranks on {engine} ..."):
-                findings.append(engines.prove_engine(engine, engines.device_of(context.facts, engine)))
+                findings.append(engines.prove_engine(engine, device))
             if not options.json:
                 print_findings(findings[-1:], width, sys.stdout)
     print(as_json(findings, time.monotonic() - began) if options.json else summary(findings))
@@ -104,25 +102,10 @@ def _transient_line(text: str) -> Iterator[None]:
         print(erased, end="", file=sys.stderr, flush=True)
 
 
-def build_context(options: Options, visited: Sequence[Host], programs: Programs) -> Context:
-    """Start the name look-ups and the probe of PyTorch, for which several checks wait, and return their input."""
-    names = [
-        socket.gethostname(),
-        "localhost",
-        *(host.name for host in visited),
-        os.environ.get("MASTER_ADDR", ""),
-    ]
-    lookups = {
-        name: start_in_thread(partial(look_up, name), "doctor") for name in filter(None, dict.fromkeys(names))
-    }
-    probe = start_in_thread(partial(run_probe, programs), "doctor")
-    return Context(options, tuple(visited), os.environ, programs, probe, lookups)
-
-
 def run_checks(context: Context, checks: Mapping[str, Check]) -> list[Finding]:
     """Run all checks at the same time and return their findings in the order of the table."""
     futures = {name: start_in_thread(partial(_run, check, context), "doctor") for name, check in checks.items()}
-    wait(futures.values(), timeout=context.programs.check_left_s)
+    wait(futures.values(), timeout=context.programs.left_s())
     limit_s = context.options.timeout_s
     return [finding for name, future in futures.items() for finding in _results_of(name, future, limit_s)]
 

@@ -12,8 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from hvd_trainer.config.checks import range_errors, refuse
 from hvd_trainer.errors import LaunchError, OptionError
 from hvd_trainer.horovod_build import facts
 from hvd_trainer.horovod_build.facts import Facts
+from hvd_trainer.utils.process import start_in_thread
 
 MARGIN_S = 0.5
 """A program is killed this long before the checks' deadline, so that its check can still report it."""
@@ -139,15 +139,9 @@ class Programs:
         for process in left:
             _kill(process)
 
-    @property
-    def program_left_s(self) -> float:
-        """The time that a program may still take, in seconds."""
-        return max(0.0, self.check_left_s - MARGIN_S)
-
-    @property
-    def check_left_s(self) -> float:
-        """The time that a check may still take, in seconds."""
-        return max(0.0, self._deadline - time.monotonic())
+    def left_s(self, margin_s: float = 0.0) -> float:
+        """Return how long a check may still take, or a program, with `MARGIN_S`, in seconds."""
+        return max(0.0, self._deadline - time.monotonic() - margin_s)
 
     def find(self, name: str) -> str | None:
         """Find a program on PATH, or where Linux keeps those of the administrator; None if there is none."""
@@ -179,7 +173,7 @@ class Programs:
                 self._running.add(process)
             code = None
             with suppress(subprocess.TimeoutExpired):
-                code = process.wait(min(limit_s, self.program_left_s))
+                code = process.wait(min(limit_s, self.left_s(MARGIN_S)))
             _kill(process)
             self._running.discard(process)
             out.seek(0)
@@ -195,27 +189,59 @@ def _kill(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-@dataclass(frozen=True)
-class Context:
-    """The input of a check."""
+def look_up(name: str) -> list[str]:
+    """Look up the addresses of a host, IPv4 first; blocks until the name server answers.
 
-    options: Options
-    hosts: tuple[Host, ...]
-    environ: Mapping[str, str]
-    programs: Programs
-    probe: Future[Facts]
-    lookups: Mapping[str, Future[list[str]]]
-    """addresses of this host, localhost, all `hosts` and MASTER_ADDR, by name"""
+    Raises:
+        OSError: there is no such name.
+    """
+    entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    ordered = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in ordered))
+
+
+class Context:
+    """The input of all checks. It looks for PyTorch and for hosts' addresses meanwhile.
+
+    Args:
+        options: of the command.
+        programs: that the checks start.
+        environ: the variables of the shell.
+        look_up: returns the addresses of a name, as the function of that name.
+        find_facts: returns the state of PyTorch and Horovod; None: a new process of this Python does.
+
+    Raises:
+        OptionError: `--hosts` is not of its form.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        programs: Programs,
+        environ: Mapping[str, str],
+        look_up: Callable[[str], list[str]] = look_up,
+        find_facts: Callable[[], Facts] | None = None,
+    ) -> None:
+        self.options, self.programs, self.environ = options, programs, environ
+        self.hosts = read_hosts(options.hosts)
+        names = [socket.gethostname(), "localhost", *(host.name for host in self.hosts)]
+        names += filter(None, [environ.get("MASTER_ADDR")])
+        self.lookups = {name: start_in_thread(partial(look_up, name), "doctor") for name in dict.fromkeys(names)}
+        self.probe = start_in_thread(find_facts or self._find_facts, "doctor")
+
+    def _find_facts(self) -> Facts:
+        answer = self.programs.ask(sys.executable, "-m", facts.__name__)
+        return facts.parse_facts(answer.out, answer.code, answer.last_line)
 
     @property
     def facts(self) -> Facts:
-        """The state of PyTorch and Horovod; blocks until the probe has ended."""
+        """The state of PyTorch and Horovod; blocks until it is known."""
         return self.probe.result()
 
     def addresses(self, name: str) -> list[str]:
         """Return the addresses of a host, IPv4 first; none if its name is unknown, or nobody answers in time."""
         with suppress(OSError, FutureTimeoutError):
-            return self.lookups[name].result(self.programs.program_left_s)
+            return self.lookups[name].result(self.programs.left_s(MARGIN_S))
         return []
 
     def is_here(self, host: Host) -> bool:
@@ -228,20 +254,3 @@ class Context:
     @property
     def several_hosts(self) -> bool:
         return not all(map(self.is_here, self.hosts))
-
-
-def run_probe(programs: Programs) -> Facts:
-    """Look at PyTorch and Horovod in a new process of this Python."""
-    answer = programs.ask(sys.executable, "-m", facts.__name__)
-    return facts.parse_facts(answer.out, answer.code, answer.last_line)
-
-
-def look_up(name: str) -> list[str]:
-    """Look up the addresses of a host, IPv4 first; blocks until the name server answers.
-
-    Raises:
-        OSError: there is no such name.
-    """
-    entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    ordered = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in ordered))

@@ -17,19 +17,17 @@ from hvd_trainer.utils.text import INSTALL_HOROVOD
 RANKS, RUN_TIMEOUT_S = 2, 120.0
 
 
-def installed_engines(facts: Facts) -> list[str]:
-    """Return the names of the installed engines, whether they work or not."""
-    if facts.torch.error is not None:
-        return []
-    return ["ddp"] if facts.horovod is None else ["ddp", "horovod"]
+def devices_of_engines(facts: Facts) -> dict[str, str]:
+    """Return the installed engines, whether they work or not, with the device type on which two ranks can run.
 
-
-def device_of(facts: Facts, engine: str) -> str:
-    """Return the device type on which two ranks of an engine can run: NCCL refuses two on one GPU, and a
-    Horovod built for CPUs has no GPU at all.
+    NCCL refuses two on one GPU, and a Horovod built for CPUs has no GPU at all.
     """
-    on_cpu_only = engine == "horovod" and facts.horovod is not None and not facts.horovod.record.get("cuda")
-    return "cpu" if on_cpu_only or len(facts.torch.gpus) < RANKS else facts.torch.kind or "cpu"
+    torch, horovod = facts.torch, facts.horovod
+    if torch.error is not None:
+        return {}
+    device = (torch.kind or "cpu") if len(torch.gpus) >= RANKS else "cpu"
+    on_horovod = {} if horovod is None else {"horovod": device if horovod.record.get("cuda") else "cpu"}
+    return {"ddp": device, **on_horovod}
 
 
 def prove_engine(engine: str, device: str) -> Finding:

@@ -17,7 +17,6 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 from hvd_trainer.horovod_build import facts
 from hvd_trainer.tools.doctor.context import Context, Host
 from hvd_trainer.tools.doctor.findings import Finding, error, ok, warning
+from hvd_trainer.utils.process import start_in_thread
 from hvd_trainer.utils.text import plural
 
 CONNECT_TIMEOUT_S = 3
@@ -55,9 +55,8 @@ def check_hosts(context: Context) -> Iterator[Finding]:
     if not context.hosts:
         return
     local = facts.host_facts(os.getcwd())
-    with ThreadPoolExecutor(len(context.hosts)) as threads:
-        for findings in threads.map(partial(_check_host, context, local), context.hosts):
-            yield from findings
+    for future in [start_in_thread(partial(_check_host, context, local, host), "ssh") for host in context.hosts]:
+        yield from future.result()
 
 
 def _check_host(context: Context, local: Mapping[str, Any], host: Host) -> list[Finding]:

@@ -116,7 +116,7 @@ def check_open_files(context: Context) -> list[Finding]:
         return [ok(name, "as many as wanted" if soft == ENDLESS else f"{soft:,} for each process")]
     text = f"{soft:,} for each process, and ranks and their loader processes may want {needed:,}"
     if hard == ENDLESS or hard >= needed:
-        return [warning(name, text, f"ulimit -n {needed if hard == ENDLESS else min(hard, 65536)}")]
+        return [warning(name, text, f"ulimit -n {max(needed, min(hard, 65536))}")]
     remedy = "raise nofile in /etc/security/limits.conf    (Docker: --ulimit nofile=65536:65536)"
     return [warning(name, f"{text}; more than {hard:,} is for root to allow", remedy)]
 
@@ -124,7 +124,8 @@ def check_open_files(context: Context) -> list[Finding]:
 def check_data_folder(context: Context) -> list[Finding]:
     """Check the folder for data sets; one that has them need not be writable."""
     folder = (context.options.data_dir or default_data_dir()).expanduser().absolute()
-    if folder.is_dir() and any(True for pattern in DATA_PATTERNS for _ in folder.glob(pattern)):
+    # Path's own is_dir and exists raise an error below a folder that may not be looked into.
+    if os.path.isdir(folder) and any(True for pattern in DATA_PATTERNS for _ in folder.glob(pattern)):
         return [ok("data folder", f"{folder}: data are there, on {file_system(folder.resolve())}")]
     return [_judge_folder("data folder", folder, MIN_DATA_BYTES, "data sets")]
 
@@ -142,7 +143,7 @@ def check_log_folder(context: Context) -> list[Finding]:
 
 def _judge_folder(name: str, folder: Path, min_bytes: int, content: str, *, must_last: bool = False) -> Finding:
     option = f"--{name.replace(' folder', '-dir')} FOLDER"
-    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    nearest = next(place for place in (folder, *folder.parents) if os.path.exists(place))
     try:
         with tempfile.NamedTemporaryFile(dir=nearest, prefix=".hvd_trainer-doctor-") as file:
             file.write(bytes(4096))

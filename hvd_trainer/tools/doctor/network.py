@@ -142,8 +142,10 @@ def check_names(context: Context) -> Iterator[Finding]:
 def check_port(context: Context) -> list[Finding]:
     """Check MASTER_PORT, or else torchrun's port."""
     chosen = context.environ.get("MASTER_PORT", "")
+    if chosen and not (re.fullmatch(r"[0-9]{1,6}", chosen) and 0 < int(chosen) < 65536):
+        return [warning("port", f"MASTER_PORT={chosen} in this shell is no port", "unset MASTER_PORT")]
     port, whose = TORCHRUN_PORT, "torchrun's, if it is told no other"
-    if re.fullmatch(r"[0-9]{1,6}", chosen) and 0 < int(chosen) < 65536:
+    if chosen:
         port, whose = int(chosen), "MASTER_PORT in this shell"
     if is_free(port):
         return [ok(f"port {port}", f"free ({whose})")]

@@ -66,10 +66,13 @@ def unmet_requirements(package: str) -> list[Requirement]:
     except importlib.metadata.PackageNotFoundError:
         return []
     due = [r for r in required if r.marker is None or r.marker.evaluate({"extra": ""})]
-    versions = {r: installed_version(r.name) for r in due}
-    return [
-        r for r, version in versions.items() if not version or not r.specifier.contains(version, prereleases=True)
-    ]
+    return [r for r in due if not (version := installed_version(r.name)) or not _meets(version, r)]
+
+
+def _meets(version: str, required: Requirement) -> bool:
+    """Return whether a version is in a requirement's range; NVIDIA's containers call their builds pre-releases."""
+    names = version, Version(version).base_version
+    return any(required.specifier.contains(name, prereleases=True) for name in names)
 
 
 def check_torch(context: Context) -> list[Finding]:
@@ -84,7 +87,7 @@ def check_torch(context: Context) -> list[Finding]:
     text = f"{torch.version}, built for {gpu_platform(torch) or 'the CPU only'}, {gpus} visible"
     version, (oldest, newest) = Version(torch.version), TESTED_TORCH
     tested = f"{oldest} to {newest} are tested"
-    if version < oldest:
+    if version.release[:2] < oldest.release:
         return [error("torch", f"{text}: too old, {tested}", f"pip install 'torch>={oldest}' torchvision")]
     if version.release[:2] > newest.release:
         remedy = f"pip install 'torch<={newest}.99' torchvision    (if it fails)"

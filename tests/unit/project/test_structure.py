@@ -240,7 +240,6 @@ BARE_THREADS = {
     "faults.preemption": "waits for signals",
     "hvd.common.mesh": "sends bytes",
     "measure.stacks": "reads Python's stacks",
-    "tools.doctor.hosts": "runs programs on other hosts",
     "training.job": "ends the process after a time",
 }
 

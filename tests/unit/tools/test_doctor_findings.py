@@ -134,6 +134,8 @@ FINDINGS = [
     row("torch", "ok", "2.15.0+xpu, built for xpu, 2 GPUs visible", torch=XPU),
     row("torch", "error", "too old, 2.11 to 2.15 are tested", "torch>=2.11", torch=TorchFacts(version="2.4.0")),
     row("torch", "warning", "2.11 to 2.15 are tested", "torch<=2.15", torch=TorchFacts(version="2.16.0")),
+    # As NVIDIA's containers have it: it was called too old.
+    row("torch", "ok", "2.11.0a0+nv26.1, built", torch=TorchFacts(version="2.11.0a0+nv26.1")),
     row("torch", "error", "cannot be imported: OSError: lib", "pip install", torch=TorchFacts("OSError: lib: no")),
     row("horovod", "warning", "not installed, so only --backend ddp works", INSTALL_HOROVOD),
     row("horovod", "error", "is built for one torch", "see the line of torch", torch=TorchFacts("broken")),
@@ -184,7 +186,6 @@ FINDINGS = [
     ),
     mpi("of unknown version", ""),
     row("MPI", "warning", "does not run: no lib", "mpirun --version", programs={"mpirun": "echo no lib; exit 1"}),
-    # A node of two partitions counts once.
     row("Slurm", "ok", "25.11.2, outside of a job", programs={"srun": "echo slurm 25.11.2"}),
     row("Slurm", "error", "job 7, srun says: no", "scontrol", programs={"srun": "echo no; exit 1"}, environ=STEP),
     *(threads("ok", setting) for setting in ("1", "1,2")),
@@ -194,6 +195,9 @@ FINDINGS = [
     open_files("warning", "256 for each process", "ulimit -n 65536", 256, 1048576),
     open_files("warning", "256 for each process", "ulimit -n 2048", 256, 2048),
     open_files("warning", "more than 512 is for root", "Docker: --ulimit nofile", 256, 512),
+    # More than it was said to type.
+    row("open files", "warning", "400,508", "ulimit -n 400508", limits=(1024, 2**20), hosts="node1:99999"),
+    *(row("port", "warning", f"={port} in", "unset", environ={"MASTER_PORT": port}) for port in ("no", "65536")),
     row("interfaces", "ok", "lo 127.0.0.1", environ=OWN_INTERFACES),
     interfaces("NCCL_SOCKET_IFNAME", "nonesuch", "names no interface that is up"),
     interfaces("GLOO_SOCKET_IFNAME", "lo,nonesuch", "names no interface that is up"),

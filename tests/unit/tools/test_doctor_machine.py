@@ -21,6 +21,7 @@ from hvd_trainer.measure import machine as runner_machine
 from hvd_trainer.tools.doctor import machine
 from hvd_trainer.tools.doctor.gpus import describe_links, has_code, read_links
 from hvd_trainer.tools.doctor.machine import cpu_quota, file_system, num_cores
+from hvd_trainer.tools.doctor.software import unmet_requirements
 from hvd_trainer.utils.files import default_data_dir
 
 # Python and its packages; what the probe prints.
@@ -47,6 +48,14 @@ def test_unmet_requirements_of_packages(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.found.count("2.0.1 torch is installed, where torch") == 2
     assert found.remedy.count("torch") == 1
     assert "'tqdm>=" in found.remedy
+
+
+def test_pre_release_meets_what_its_release_meets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch in NVIDIA's containers is one, and pip was to replace it."""
+    for version, is_met in (("2.11.0a0+nv26.1", True), ("2.10.0a0+nv25.9", False)):
+        plant_package(tmp_path / version, "torch", version)
+        monkeypatch.syspath_prepend(str(tmp_path / version))
+        assert (unmet_requirements("hvd_trainer") == []) is is_met
 
 
 def test_partial_output_of_probe_is_used() -> None:
@@ -205,6 +214,23 @@ def test_folder_checks_leave_no_files(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "Not a directory" in run_checks("log folder", log_dir=tmp_path / "file")[0].found
     assert run_checks("log folder") == []
+
+
+def test_folder_below_one_that_may_not_be_looked_into(tmp_path: Path) -> None:
+    """It was called a fault of the doctor's."""
+    (tmp_path / "closed").mkdir(mode=0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        found = run_checks(
+            "data folder", "log folder", data_dir=tmp_path / "closed/a", log_dir=tmp_path / "closed/b"
+        )
+    finally:
+        os.seteuid(user)
+    for finding in found:
+        assert finding.status == "error"
+        assert "nothing can be written (Permission denied in /" in finding.found
 
 
 def test_folders_on_small_disk(small_disk: Path) -> None:

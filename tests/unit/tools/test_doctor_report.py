@@ -28,20 +28,16 @@ from hvd_trainer.utils.process import start_in_thread
 
 def test_engines_and_devices_of_run() -> None:
     gpu = Gpu("A", 1, "9.0")
-    assert engines.installed_engines(Facts(TORCH, HorovodFacts())) == ["ddp", "horovod"]
-    assert (
-        engines.installed_engines(Facts(TORCH))
-        == engines.installed_engines(Facts(TORCH, ended="killed"))
-        == ["ddp"]
-    )
-    assert engines.installed_engines(Facts(TorchFacts(error="broken"))) == []
-    devices = [engines.device_of(Facts(replace(TORCH, gpus=[gpu] * number)), "ddp") for number in range(3)]
-    assert devices == ["cpu", "cpu", "cuda"]
+    devices = engines.devices_of_engines
+    assert devices(Facts(TORCH, HorovodFacts())) == {"ddp": "cpu", "horovod": "cpu"}
+    assert devices(Facts(TORCH)) == devices(Facts(TORCH, ended="killed")) == {"ddp": "cpu"}
+    assert devices(Facts(TorchFacts(error="broken"))) == {}
+    each = [devices(Facts(replace(TORCH, gpus=[gpu] * number)))["ddp"] for number in range(3)]
+    assert each == ["cpu", "cpu", "cuda"]
     pair = replace(TORCH, gpus=[gpu] * 2)
-    assert engines.device_of(Facts(pair, HorovodFacts()), "horovod") == "cpu"
-    with_nccl = HorovodFacts(record={"cuda": "13.0"})
-    assert engines.device_of(Facts(pair, with_nccl), "horovod") == "cuda"
-    assert engines.device_of(Facts(replace(pair, kind="xpu"), HorovodFacts()), "ddp") == "xpu"
+    assert devices(Facts(pair, HorovodFacts()))["horovod"] == "cpu"
+    assert devices(Facts(pair, HorovodFacts(record={"cuda": "13.0"})))["horovod"] == "cuda"
+    assert devices(Facts(replace(pair, kind="xpu"), HorovodFacts()))["ddp"] == "xpu"
 
 
 def test_check_sum_refuses_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
