@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -27,7 +27,7 @@ from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.own_files import describe_outside, in_own_folder, written_outside
 from hvd_trainer.measure.recorders import MARK
 from hvd_trainer.measure.report import Bar, Bars, Report, Table, Verdict
-from hvd_trainer.measure.start import find_processes, launched
+from hvd_trainer.measure.start import Start, find_processes, launched, run_to_end
 from hvd_trainer.measure.steps import FIRST_STEP
 from hvd_trainer.utils.text import plural
 
@@ -60,13 +60,10 @@ class Script:
             job=self.job, engine=self.engine, ranks=self.ranks, endless=False, record={"hold": hold}
         )
 
-    @contextmanager
-    def started(self, place: Path, hold: tuple[int, int] | None = None) -> Iterator[subprocess.Popen[bytes]]:
-        """Start it in `place`, that of one start in the run's, and give its launcher; end all at the end."""
+    def start(self, place: Path, hold: tuple[int, int] | None = None) -> Start:
+        """Return how it is started in `place`, that of one start in the run's; `hold` as in `trial`."""
         place.mkdir(parents=True)
-        start = in_own_folder(self.trial(hold).start(place), place.parent)
-        with launched(start, place, place / "output") as launcher:
-            yield launcher
+        return in_own_folder(self.trial(hold).start(place), place.parent)
 
     def finish(self, place: Path) -> tuple[dict[str, Any], float]:
         """Run it to its end in `place`.
@@ -78,13 +75,9 @@ class Script:
             LaunchError: it fails, or takes no step.
         """
         began = time.time()
-        with self.started(place) as launcher:
-            try:
-                code = launcher.wait(END_S)
-            except subprocess.TimeoutExpired:
-                raise _error(f"had not ended after {END_S:g} s", place) from None
+        code = run_to_end(self.start(place), place, place / "output", limit_s=END_S)
         if code != 0:
-            raise _error(f"ended with code {code}", place)
+            raise _error(f"had not ended after {END_S:g} s" if code is None else f"ended with code {code}", place)
         for path in written_outside(place.parent):
             print(f"warning: {describe_outside(path)}", file=sys.stderr, flush=True)
         figures = self.trial().read(place)
@@ -99,7 +92,7 @@ class Script:
             LaunchError: it does not come to this step.
         """
         began, mark = time.time(), place / MARK
-        with self.started(place, (rank, steps)) as process:
+        with launched(self.start(place, (rank, steps)), place, place / "output") as process:
             while not mark.exists():
                 if time.time() > began + END_S or process.poll() is not None:
                     late = "ended before the kill, or hangs: let it train longer, or type fewer --kills"
