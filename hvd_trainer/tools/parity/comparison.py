@@ -117,7 +117,7 @@ class _MomentComparison:
         return kinds[self.when.name]()
 
     def _compare_start(self) -> Iterator[Finding]:
-        yield from self._compare_named("set-up", *_settings(self.one, self.other))
+        yield from self._compare_named("set-up", _settings(self.one, self.other))
         yield from self._compare_tensors("parameters")
         yield from self._compare_tensors("optimizer")
         yield from self._compare_tensors("buffers", alike=True)
@@ -146,12 +146,13 @@ class _MomentComparison:
             figures = [{name: value for name, value in side.items() if name == "test_loss"} for side in figures]
         elif self.one.size != self.other.size:
             limit = MAX_EVALUATION_ROUNDING
-        yield from self._compare_named("evaluation", *figures, limit)
+        yield from self._compare_named("evaluation", figures, limit)
 
     def _compare_named(
-        self, quantity: str, one: Mapping[str, Any], other: Mapping[str, Any], limit: float = 0.0
+        self, quantity: str, values: Iterable[Mapping[str, Any]], limit: float = 0.0
     ) -> Iterator[Finding]:
-        """Yield a finding if values of the same name differ."""
+        """Yield a finding if values of the same name differ between the two runs."""
+        one, other = values
         sides, names = (self.one.name, self.other.name), {**one, **other}
         pairs = {name: (one.get(name, NONE), other.get(name, NONE)) for name in names}
         gaps = {name: distance_between(*pair).relative for name, pair in pairs.items()}
@@ -171,7 +172,7 @@ class _MomentComparison:
             for rank in [rank for rank, gap in enumerate(gaps) if gap > 0][:1]:
                 sides, pair = ("rank 0", f"rank {rank}"), (values[0], values[rank])
                 yield Finding(self.when, quantity, sides, pair, relative=gaps[rank], run=trace.name)
-        yield from self._compare_named(quantity, {"": one[0]}, {"": other[0]}, limit)
+        yield from self._compare_named(quantity, [{"": one[0]}, {"": other[0]}], limit)
 
     def _compare_samples(self) -> Iterator[Finding]:
         one, other, when = self.one, self.other, self.when
@@ -194,7 +195,7 @@ class _MomentComparison:
                 {f"rank {r}, pass {n}": loss for r, line in side for n, loss in enumerate(line["losses"], 1)}
                 for side in lines
             ]
-        yield from self._compare_named("loss", *losses, limit)
+        yield from self._compare_named("loss", losses, limit)
 
     def _compare_tensors(self, kind: str, *, alike: bool = True) -> Iterator[Finding]:
         """Yield findings about the tensors of one kind.

@@ -105,7 +105,7 @@ def end_processes(processes: Sequence[psutil.Process]) -> None:
     for process in alive:
         with suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(alive, GRACE_S)
+    psutil.wait_procs(alive, timeout=1.0)  # or killed ranks would stay as zombies
 
 
 def _prctl(option: int, value: int) -> None:

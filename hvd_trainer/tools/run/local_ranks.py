@@ -51,7 +51,7 @@ def _wait(ranks: Sequence[psutil.Popen], orphans: Orphans | None) -> int:
     """Return once all ranks have ended, or one has failed and the others had the time to end by themselves."""
     while True:
         pids = orphans.list() if orphans is not None else ()
-        codes = [rank.poll() for rank in ranks]
+        codes: list[int | None] = [rank.poll() for rank in ranks]
         if orphans is not None and not any(code is not None for code in codes):
             orphans.spare_daemons(pids)
         failed = next((code for code in codes if code), None)
