@@ -1,15 +1,16 @@
 """Horovod, under any launcher, on Gloo or NCCL.
 
-Dense gradients go in DDP's buckets, by the public calls that `hvd.DistributedOptimizer` makes itself: compress,
-`hvd.allreduce_async_`, `hvd.synchronize`, decompress. That wrapper would send each gradient as a message of its
-own, add in another order than DDP, and wait without a limit for a rank that is gone. It exchanges what buckets
-cannot hold: sparse gradients, by its hooks and `synchronize()`. The user's own optimizer makes the update. So it
-keeps its state, its schedulers and its `zero_grad(set_to_none=True)`, which the wrapper would drop, detach and
-refuse.
+Gradients go by the public calls that `hvd.DistributedOptimizer` makes itself: dense ones in DDP's buckets
+(compress, `hvd.allreduce_async_`, wait, decompress), sparse ones by `hvd.allgather_async` of their indices and
+values. That wrapper would send each gradient as a message of its own, add in another order than DDP, and wait
+without a limit for a rank that is gone, or that has no sparse gradient where others have one. The user's own
+optimizer makes the update. So it keeps its state, its schedulers and its `zero_grad(set_to_none=True)`, which the
+wrapper would drop, detach and refuse.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from types import ModuleType
 from typing import Any
@@ -220,7 +221,11 @@ class HorovodBackend(Backend):
         dense = self._make_bucket_reducer(
             model, self._hvd.global_process_set, exclude=sparse.values(), reorder=reorder
         )
-        return HorovodSparseReducer(self._hvd, sparse, dense) if sparse else dense
+        if not sparse:
+            return dense
+        agree = functools.partial(self.collectives.all_reduce, op="max")
+        agree_if_needed = agree if self.options.find_unused_parameters else None
+        return HorovodSparseReducer(self._hvd, self.collectives.waiter, sparse, dense, agree_if_needed)
 
     def _make_bucket_reducer(self, module: nn.Module, process_set: Any, **how: Any) -> BucketReducer:
         return BucketReducer(

@@ -10,8 +10,6 @@ queue, and nothing here waits for the device. Why what follows may be queued at 
   optimizer, tree sums) must be queued on the default stream, or on one that `follow`s it.
 - The next gradients are written into a bucket on the same stream, thus after the operation; and NCCL's stream
   waits for the event that the next call records (torch/ready_event.cc:56, common/ops/nccl_operations.cc:180).
-- `.grad.set_` in `synchronize` (torch/optimizer.py:299), of a dense gradient among the sparse ones, changes what
-  the tensor refers to, not memory.
 - The operation holds its tensors until the default stream waits (gpu_operations.cc:85, :131), and memory that is
   freed is given out again in that stream's order. What an all-gather allocates, NCCL's stream waits for as well
   (nccl_operations.cc:942-953).
@@ -24,15 +22,15 @@ queue, and nothing here waits for the device. Why what follows may be queued at 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from torch import nn
-from torch.optim import SGD
+import torch
+from torch import Tensor, nn
 
 from hvd_trainer.backends.buckets import Bucket, BucketExchange, Reducer
-from hvd_trainer.backends.horovod_waiter import Waiter, follow
+from hvd_trainer.backends.horovod_waiter import Waiter
 
 _NUMBERS = itertools.count()
 
@@ -68,27 +66,71 @@ class HorovodBucketExchange(BucketExchange):
 
 
 class HorovodSparseReducer(Reducer):
-    """Average sparse gradients, which no bucket holds, by the hooks of `hvd.DistributedOptimizer`.
+    """Average sparse gradients, which no bucket holds, after backward: every rank gathers the rows of all.
 
     Args:
         sparse: parameters by name.
         dense: averages the gradients of all others.
+        agree: returns the maximum of an int32 tensor over ranks, element by element, where a rank may lack a
+            gradient that others have; None: no rank does.
     """
 
-    def __init__(self, hvd: ModuleType, sparse: Mapping[str, nn.Parameter], dense: Reducer) -> None:
-        self._parameters, self._dense = [*sparse.values()], dense
-        self._wrapped = hvd.DistributedOptimizer(SGD(self._parameters, lr=0.0), named_parameters=sparse.items())
+    def __init__(
+        self,
+        hvd: ModuleType,
+        waiter: Waiter,
+        sparse: Mapping[str, nn.Parameter],
+        dense: Reducer,
+        agree: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        self._hvd, self._waiter, self._sparse, self._dense, self._agree = hvd, waiter, sparse, dense, agree
 
     def set_enabled(self, enabled: bool) -> None:
         self._dense.set_enabled(enabled)
-        # Horovod's hooks count down to the exchange: from 2 they never reach it in one pass.
-        self._wrapped.set_backward_passes_per_step(1 if enabled else 2)
 
     def finish(self) -> None:
+        layouts = [_layout(parameter) for parameter in self._sparse.values()]
+        if self._agree is not None:  # ranks that ask for different operations wait for each other
+            layouts = self._agree(torch.tensor(layouts, dtype=torch.int32)).tolist()
+        started = [
+            self._start(name, parameter, layout)
+            for (name, parameter), layout in zip(self._sparse.items(), layouts, strict=True)
+            if layout
+        ]
         self._dense.finish()
-        self._wrapped.synchronize()
-        follow(self._parameters)
+        for store in started:
+            store()
+
+    def _start(self, name: str, parameter: nn.Parameter, layout: int) -> Callable[[], None]:
+        """Start to average a gradient of the layout that it has on some rank; return what waits and stores it."""
+        grad = parameter.grad
+        if layout > parameter.dim():
+            dense = torch.zeros_like(parameter) if grad is None else grad.to_dense()
+            handle = self._hvd.allreduce_async_(dense.contiguous(), name=name, op=self._hvd.Average)
+            return lambda: setattr(parameter, "grad", self._waiter.result(handle))
+        if grad is None:
+            rows = torch.empty(0, layout, dtype=torch.int64, device=parameter.device)
+            values = torch.empty(0, *parameter.shape[layout:], dtype=parameter.dtype, device=parameter.device)
+        else:
+            rows, values = grad._indices().t().contiguous(), grad._values().contiguous()
+        gathering = [
+            self._hvd.allgather_async(part, name=f"{name}.{what}")
+            for what, part in (("indices", rows), ("values", values))
+        ]
+
+        def store() -> None:
+            rows, values = map(self._waiter.result, gathering)
+            parameter.grad = torch.sparse_coo_tensor(rows.t(), values / self._hvd.size(), parameter.shape)
+
+        return store
 
     def close(self) -> None:
-        """Stop taking part in backward; Horovod's hooks go with the wrapper."""
         self._dense.close()
+
+
+def _layout(parameter: nn.Parameter) -> int:
+    """Return in how many dimensions the gradient is sparse; one more than it has if it is dense, 0 without one."""
+    grad = parameter.grad
+    if grad is None:
+        return 0
+    return grad.sparse_dim() if grad.is_sparse else grad.dim() + 1

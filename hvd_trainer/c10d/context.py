@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from hvd_trainer.backends.horovod_start import (
 )
 from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, Waiter, completes_asynchronously
 from hvd_trainer.c10d.process_sets import ProcessSets
-from hvd_trainer.c10d.work import Completer, HorovodWork, Operation
+from hvd_trainer.c10d.work import Completer, HorovodWork
 from hvd_trainer.errors import BackendError
 from hvd_trainer.faults import exchanges
 from hvd_trainer.faults.exchanges import Exchange
@@ -114,14 +115,18 @@ class HorovodContext:
         begun = list(self._begun.items())  # the main thread adds groups
         return under_way + [Exchange(f"horovod:{group}", last, "", True) for group, last in begun]
 
-    def begin(self, operation: Operation) -> HorovodWork:
-        """Start an operation as soon as its name is free."""
-        previous = self._under_way.get(operation.name)
+    def begin(self, name: str, **how: Any) -> HorovodWork:
+        """Start an operation as soon as its name is free.
+
+        Args:
+            how: further arguments of `HorovodWork`.
+        """
+        previous = self._under_way.get(name)
         if previous is not None and previous.advance():
             previous = None
-        work = HorovodWork(self.waiter, operation, previous, self.completer, self._forget)
+        work = HorovodWork(self.waiter, self.completer, name=name, previous=previous, on_done=self._forget, **how)
         with self._lock:
-            self._under_way[operation.name] = work
+            self._under_way[name] = work
         if work.advance():
             self._forget(work)
         return work

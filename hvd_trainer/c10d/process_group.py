@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hvd_trainer.c10d.context import HorovodContext, contexts
 from hvd_trainer.c10d.monitored_barrier import monitored_barrier
-from hvd_trainer.c10d.work import HorovodWork, Operation
+from hvd_trainer.c10d.work import HorovodWork
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.process import set_variables
 
@@ -97,9 +97,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         begins = [self._all_reduction(buffer, opts) for buffer in buffers]
         return self._start(f"all_reduce of {_op(opts).name}", buffers, begins, opts, tensors, buffers)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = RedOp.SUM) -> dist.Work:
-        """Reduce tensors over all ranks, in place."""
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """Reduce a tensor over all ranks, in place on one of them."""
@@ -331,17 +329,15 @@ class HorovodProcessGroup(dist.ProcessGroup):
         timeout: timedelta = getattr(opts, "timeout", UNSET)
         name, number = self._context.number(self._group, kind)
         return self._context.begin(
-            Operation(
-                name=name,
-                group=self._group,
-                number=number,
-                begin=lambda name: [begin(f"{name}.{i}") for i, begin in enumerate(begins) if begin is not None],
-                finish=finish,
-                result=result,
-                device=tensors[0].device,
-                timeout_s=(timeout if timeout > UNSET else self._timeout).total_seconds(),
-                description=f"{kind} in group {self._group} on rank {self._me} of {self._size}",
-            )
+            name,
+            group=self._group,
+            number=number,
+            begin=lambda name: [begin(f"{name}.{i}") for i, begin in enumerate(begins) if begin is not None],
+            finish=finish,
+            result=result,
+            device=tensors[0].device,
+            timeout_s=(timeout if timeout > UNSET else self._timeout).total_seconds(),
+            description=f"{kind} in group {self._group} on rank {self._me} of {self._size}",
         )
 
     def _all_reduction(self, buffer: Tensor, opts: Any) -> Begin | None:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -24,93 +23,87 @@ NO_TIMEOUT = timedelta(0)
 Future = torch.futures.Future
 
 
-@dataclass(frozen=True, kw_only=True)
-class Operation:
-    """A collective of torch.distributed, as Horovod carries it out."""
-
-    name: str
-    """by which ranks match it; two of one name are never under way at once"""
-    group: str
-    number: int
-    """among the group's"""
-    begin: Callable[[str], list[int]]
-    """hand the tensors to Horovod under a name, and return its handles"""
-    finish: Callable[[list[Any]], None] = lambda received: None
-    """put what Horovod returned for the handles in its place"""
-    result: Any = None
-    """of `Work.result`, and of the future"""
-    device: torch.device
-    """of the tensors"""
-    timeout_s: float
-    description: str
-    """for errors"""
-
-
 class HorovodWork(dist._Work):
-    """An operation under way.
+    """A collective of torch.distributed under way, as Horovod carries it out.
 
     It advances when somebody asks for it: `wait` and `is_completed` in the caller's thread, and `Completer` once
     there is a future. So an operation that is waited for at once costs no change of threads.
 
     Args:
-        operation: is begun at once, or when `previous`, which has the same name, is done.
+        name: by which ranks match it; two of one name are never under way at once.
+        number: among those of the group.
+        previous: of the same name; the operation is begun at once, or when that is done.
+        begin: hands the tensors to Horovod under a name, and returns its handles.
+        finish: puts what Horovod returned for the handles in its place.
+        result: of `result`, and of the future.
+        device: of the tensors.
+        description: for errors.
         on_done: called with this work when it is done.
     """
 
     def __init__(
         self,
         waiter: Waiter,
-        operation: Operation,
-        previous: HorovodWork | None,
         completer: Completer,
+        *,
+        name: str,
+        group: str,
+        number: int,
+        previous: HorovodWork | None,
+        begin: Callable[[str], list[int]],
+        finish: Callable[[list[Any]], None],
+        result: Any = None,
+        device: torch.device,
+        timeout_s: float,
+        description: str,
         on_done: Callable[[HorovodWork], None],
     ) -> None:
         super().__init__()
-        self._waiter, self._previous, self._completer, self._on_done = waiter, previous, completer, on_done
-        self.name, self.group, self.number = operation.name, operation.group, operation.number
-        self._operation: Operation | None = operation
-        self._result, self._timeout_s = operation.result, operation.timeout_s
-        self.description = operation.description
-        self._deadline = time.monotonic() + operation.timeout_s
+        self._waiter, self._completer, self._on_done = waiter, completer, on_done
+        self.name, self.group, self.number, self.description = name, group, number, description
+        self._previous = previous
+        self._begin: Callable[[str], list[int]] | None = begin
+        self._finish: Callable[[list[Any]], None] | None = finish
+        self._result, self._timeout_s = result, timeout_s
+        self._deadline = time.monotonic() + timeout_s
         self._handles: list[int] | None = None
         self._received: list[Any] = []
         self._error: Exception | None = None
-        self._is_done = False
+        self.is_done = False
+        """whether it is known to be done; asks nobody"""
         self._promise: Future[None] | None = None
         self._future: Future[Any] | None = None
         self._is_future_done = False
         self._lock = threading.Lock()
         # All that is done with the tensors is queued there, whichever thread does it.
-        self._stream = (
-            None if accelerator.is_host(operation.device) else accelerator.current_stream(operation.device)
-        )
+        self._stream = None if accelerator.is_host(device) else accelerator.current_stream(device)
         self._finished: Any = None
         if previous is None:
-            self._handles = operation.begin(operation.name)
+            self._handles = begin(name)
         elif not self.advance():
             self._leave_to_completer()  # the other ranks may need it before anybody here waits for it
 
     def advance(self) -> bool:
         """Begin the operation if its name is free, and finish it if its results are there; return whether."""
-        if self._is_done:
+        if self.is_done:
             return True
         with self._lock:
-            if not self._is_done:
+            if not self.is_done:
                 try:
                     with nullcontext() if self._stream is None else accelerator.on_stream(self._stream):
                         if self._has_begun() and self._has_received():
                             self._end()
                 except Exception as error:  # in whichever thread it occurs, it is for who waits
                     self._fail(error)
-        return self._is_done
+        return self.is_done
 
     def _has_begun(self) -> bool:
         if self._handles is None:
             if self._previous is not None and not self._previous.advance():
                 return False
             self._previous = None
-            assert self._operation is not None
-            self._handles = self._operation.begin(self.name)
+            assert self._begin is not None
+            self._handles = self._begin(self.name)
         return True
 
     def _has_received(self) -> bool:
@@ -119,10 +112,10 @@ class HorovodWork(dist._Work):
             if not self._waiter.is_done(self._handles[0]):
                 return False
             self._received.append(self._waiter.take(self._handles.pop(0)))
-        assert self._operation is not None
-        self._operation.finish(self._received)
+        assert self._finish is not None
+        self._finish(self._received)
         if self._stream is not None:
-            self._finished = accelerator.event(self._operation.device)
+            self._finished = accelerator.event(self._stream.device)
             self._finished.record(self._stream)
         return True
 
@@ -136,22 +129,18 @@ class HorovodWork(dist._Work):
 
     def _end(self) -> None:
         """Let go of the tensors that are not the result."""
-        self._is_done = True
-        self._operation, self._previous, self._received = None, None, []
+        self.is_done = True
+        self._begin = self._finish = self._previous = None
+        self._received = []
         self._on_done(self)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the operation is known to be done; asks nobody."""
-        return self._is_done
 
     def is_done_or_late(self) -> bool:
         """Return whether the operation is done; let it fail if it has taken longer than its time limit."""
         if not self.advance() and time.monotonic() > self._deadline:
             with self._lock:
-                if not self._is_done:
+                if not self.is_done:
                     self._fail(TimeoutError(self._timeout_text(self._timeout_s)))
-        return self._is_done
+        return self.is_done
 
     def _leave_to_completer(self) -> None:
         self._completer.add(self)
@@ -205,7 +194,7 @@ class HorovodWork(dist._Work):
         if self._future is None:
             self._promise = Future(devices=sorted(set(accelerators(self._result)), key=str))
             self._future = self._promise.then(self._outcome)
-            if self._is_done:
+            if self.is_done:
                 self.complete_future()
             else:
                 self._leave_to_completer()
@@ -217,7 +206,7 @@ class HorovodWork(dist._Work):
 
     def is_success(self) -> bool:
         """Return whether the operation is done, and did not fail."""
-        return self._is_done and self._error is None
+        return self.is_done and self._error is None
 
     def exception(self) -> Exception | None:
         """Return why the operation failed; None if it did not."""

@@ -21,7 +21,7 @@ from torch import nn
 from hvd_trainer.backends import EngineOptions, create, exchange_monitor, process_group
 from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, Waiter
 from hvd_trainer.c10d.context import _tuning
-from hvd_trainer.c10d.work import HorovodWork, Operation
+from hvd_trainer.c10d.work import HorovodWork
 from hvd_trainer.faults import stack_dump
 from hvd_trainer.faults.activity import Activity, ExchangeAbortedError
 from hvd_trainer.faults.monitor import MonitorSettings
@@ -216,17 +216,20 @@ def test_work_is_begun_and_finished_on_the_stream_that_asked_for_it(gpu: StandIn
     completer: Any = SimpleNamespace(add=lambda work: None)
 
     def work(number: int, previous: HorovodWork | None) -> HorovodWork:
-        operation = Operation(
+        return HorovodWork(
+            Waiter(hvd, 9),
+            completer,
             name="sum",
             group="0",
             number=number,
+            previous=previous,
             begin=lambda name: gpu.calls.append(f"begin on {gpu.current.name}") or [number],  # type: ignore[func-returns-value]
             finish=lambda received: gpu.calls.append(f"finish on {gpu.current.name}"),
             device=GPU,
             timeout_s=9,
             description="a sum",
+            on_done=lambda work: None,
         )
-        return HorovodWork(Waiter(hvd, 9), operation, previous, completer, lambda work: None)
 
     with accelerator.on_stream(accelerator.new_stream(GPU)):
         first = work(1, None)

@@ -1,0 +1,84 @@
+"""Sparse gradients on Horovod: averaged by name, also where a rank has none; nothing stays on the model."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from launchers import requires, run_ranks
+from torch import nn
+
+from hvd_trainer.backends import Backend, EngineOptions, create
+from hvd_trainer.backends.horovod_reducer import HorovodSparseReducer
+from hvd_trainer.backends.horovod_waiter import Waiter
+
+pytestmark = pytest.mark.warm
+
+
+class Tables(nn.Module):
+    """Embeddings with sparse gradients of which each rank may use others; `tied` has dense ones as an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = ("first", "last", "all", "tied", "unused")
+        self.tables = nn.ModuleDict({name: nn.Embedding(4, 2, sparse=True) for name in names})
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+    def used_by(self, rank: int) -> torch.Tensor:
+        total = self.tables["all"](torch.tensor([rank, rank])).sum()
+        total = total + self.tables["first" if rank == 0 else "last"](torch.tensor([1])).sum()
+        tied = self.tables["tied"]
+        return total + (tied(torch.tensor([3])) if rank == 0 else torch.ones(1, 2) @ tied.weight.t()).sum()
+
+
+def steps(backend: Backend, model: Tables) -> dict[str, list[float]]:
+    _, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.used_by(backend.world.rank).backward()
+        backend.step(optimizer)
+    assert model.tables["unused"].weight.grad is None
+    return {name: table.weight[:, 0].tolist() for name, table in model.tables.items()}
+
+
+def train() -> tuple[int, dict[str, list[float]]]:
+    """Train, and compute a gradient after the end, when nothing has collected garbage."""
+    gc.disable()
+    model = Tables()
+    with create(EngineOptions(backend="horovod", find_unused_parameters=True)) as backend:
+        weights = steps(backend, model)
+    model.used_by(0).backward()
+    return backend.world.rank, weights
+
+
+@requires("horovod")
+def test_rank_may_lack_a_sparse_gradient() -> None:
+    """It asked for an all-reduce of zeros, and the others for a gathering of rows: all hung."""
+    one, *others = run_ranks(train, num_processes=2)
+    assert others == [one]
+    assert one == {
+        "first": [1.0, 0.0, 1.0, 1.0],
+        "last": [1.0, 0.0, 1.0, 1.0],
+        "all": [-1.0, -1.0, 1.0, 1.0],
+        "tied": [0.0, 0.0, 0.0, -1.0],
+        "unused": [1.0] * 4,
+    }
+
+
+def test_wait_for_sparse_gradients_has_a_limit() -> None:
+    """Horovod's own `synchronize` waited for ever for a rank that was stuck."""
+    hvd: Any = SimpleNamespace(
+        allgather_async=lambda tensor, name: 1,
+        poll=lambda handle: False,
+        mpi_ops=SimpleNamespace(mpi_lib=SimpleNamespace()),
+    )
+    table = nn.Embedding(3, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    dense: Any = SimpleNamespace(finish=lambda: None)
+    reducer = HorovodSparseReducer(hvd, Waiter(hvd, 0.1), {"table": table.weight}, dense, None)
+    with pytest.raises(TimeoutError, match=r"within 0\.1 s.*--startup-timeout-s"):
+        reducer.finish()
