@@ -44,11 +44,6 @@ def refuse(mistakes: Iterable[str]) -> None:
         raise OptionError(text)
 
 
-def collect_errors(*cases: tuple[bool, str]) -> list[str]:
-    """Return the texts of the cases that are true."""
-    return [text for is_so, text in cases if is_so]
-
-
 def range_errors(options: Any) -> Iterator[str]:
     """Yield a message for each field, in groups too, whose value is out of its range or cannot be parsed."""
     annotations = annotations_of(type(options))

@@ -24,14 +24,15 @@ class Activity:
     """Step and phase of this rank, and the time of its last progress.
 
     Args:
-        startup_s: how long it may send no heartbeat before `limits` are set, in seconds.
+        startup_s: how long it may send no heartbeat before `step_limit_s` is set, in seconds.
 
     Attributes:
         step: completed optimizer steps.
         phase: one of `shared_status.PHASES`.
         since: when it last made progress, by `time.monotonic`.
-        limits: how long each of `LONG_PHASES` may take, and any other phase, in seconds; None: no limit.
-        reports_only: whether the first rank that takes longer is reported, and the job goes on.
+        long_limit_s: how long each of `LONG_PHASES` may take, in seconds; None: no limit.
+        step_limit_s: the same for any other phase.
+        reports_only: whether the first rank that takes longer is reported, and the job continues.
         is_exchanging: returns whether the device has an unfinished exchange that the host does not wait for.
         listeners: called with each phase that begins; waiting for other ranks is `reduce`, in whatever phase.
     """
@@ -39,7 +40,8 @@ class Activity:
     def __init__(self, startup_s: float) -> None:
         self._startup_s = startup_s
         self.step, self.phase, self.since = 0, "start", time.monotonic()
-        self.limits: tuple[float, float] | None = None
+        self.long_limit_s: float | None = None
+        self.step_limit_s: float | None = None
         self.reports_only = False
         self.listeners: list[Callable[[str], None]] = []
         self.is_exchanging: Callable[[], bool] = lambda: False
@@ -150,9 +152,9 @@ class Activity:
     @property
     def limit_s(self) -> float | None:
         """How long it may go without progress; None: no limit."""
-        return None if self.limits is None else self.limits[self.phase not in LONG_PHASES]
+        return self.long_limit_s if self.phase in LONG_PHASES else self.step_limit_s
 
     @property
     def silence_limit_s(self) -> float:
         """How long it may send no heartbeat: the monitor's thread runs in all phases, also in slow ones."""
-        return self._startup_s if self.limits is None else self.limits[1]
+        return self._startup_s if self.step_limit_s is None else self.step_limit_s

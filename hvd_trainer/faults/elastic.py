@@ -81,7 +81,7 @@ class HorovodElasticDriver:
         except (OSError, RuntimeError) as error:
             raise LaunchError(
                 f"horovodrun at {self._host}:{self._port} does not answer: {first_line(error)}. See what it "
-                f"printed: it may have ended; then start the job anew"
+                f"printed: it may have ended; then start the job again"
             ) from error
         self._is_listening = True
 

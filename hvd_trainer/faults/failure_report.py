@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     # It imports PyTorch, and `run_job` reports mistyped options without.
     from hvd_trainer.rendezvous.ranks import RankInfo
 
-STALL = "no progress, and the job goes on"
+STALL = "no progress, and the job continues"
 CRASH_EXIT_CODE = 1
 """The exit code of a rank that failed."""
 GRACE_S = 10.0
@@ -67,7 +67,7 @@ reporter = FailureReporter()
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The failure that ends a job; or a stall after which it goes on."""
+    """The failure that ends a job; or a stall after which it continues."""
 
     title: str = "failure"
     rank: int

@@ -17,7 +17,6 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
@@ -77,7 +76,7 @@ class Monitor(ABC):
         terminated_at: when this process was asked to end by a signal, by `time.monotonic`.
         done: the ranks that have come to their end, in that order.
         everyone_is_done: set when all ranks have.
-        has_reported_stall: whether one was reported after which the job goes on.
+        has_reported_stall: whether one was reported after which the job continues.
         channels: to the monitors of other ranks, by rank.
         last_message: when each of these ranks has sent its last message, by `time.monotonic`.
     """
@@ -231,7 +230,7 @@ class Monitor(ABC):
             traceback.print_exc()
             if self.cause is not None:
                 os._exit(CRASH_EXIT_CODE)  # the job ends, and nobody else would end this rank
-            logger.error("The monitor of the ranks has failed, and training goes on without it.")
+            logger.error("The monitor of the ranks has failed, and training continues without it.")
             self.disconnect()
             self.everyone_is_done.set()  # nobody would say so any more
 
@@ -349,16 +348,14 @@ class Monitor(ABC):
             shut_down_connections(address)
 
     def _exit(self) -> NoReturn:
-        """Exit, since the main thread has not; in elastic mode print the reason, since others go on."""
+        """Exit, since the main thread has not; in elastic mode print the reason, since others continue."""
         cause, limit_s = self.cause, self.settings.elastic_timeout_s
         if limit_s is not None and cause is not None and cause.rank != self.world.rank:
             where = failure_report.describe_position(self.own_heartbeat())
-            text = (
+            reporter.write(
                 f"{self.world} is ended: {limit_s:g} s after rank {cause.rank} failed it has not left ({where}). "
                 f"If it may take so long, raise --startup-timeout-s\n"
             )
-            with suppress(OSError):
-                os.write(2, text.encode())
         os._exit(CRASH_EXIT_CODE)
 
 

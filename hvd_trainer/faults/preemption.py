@@ -88,9 +88,9 @@ class Requeue:
     def submit(self, what: str, *, acts: bool) -> str:
         """Requeue the job if that is wanted and this rank `acts`; return what is left to print.
 
-        The message that it goes on by itself is logged before: Slurm ends this process when it requeues the job.
+        The message that it resumes by itself is logged before: Slurm ends this process when it requeues the job.
         """
-        by_hand = "To go on, type the same command with --resume auto"
+        by_hand = "To resume, type the same command with --resume auto"
         if self._job_id is None or not acts:
             return f"{what}. {by_hand}"
         logger.warning("%s. It goes back into Slurm's queue, and then on by itself", what)

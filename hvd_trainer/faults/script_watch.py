@@ -67,7 +67,8 @@ class ScriptWatch:
     def begin(self, activity: Activity) -> None:
         """Watch for this activity from now on, instead of that of an earlier session."""
         limit_s = self._timeout_s or REPORT_AFTER_S
-        activity.limits, activity.reports_only = (limit_s, limit_s), self._timeout_s is None
+        activity.long_limit_s = activity.step_limit_s = limit_s
+        activity.reports_only = self._timeout_s is None
         self._activity = activity
         if self._thread is None:
             for stream in (sys.stdout, sys.stderr):

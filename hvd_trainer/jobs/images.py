@@ -1,46 +1,29 @@
-"""Load the images of the main job: MNIST, or a small set of handwritten digits where there is no network.
-
-MNIST's files are found where torchvision puts them; reading them does without its import, which takes a second.
-"""
+"""Load the images of the main job: MNIST by torchvision, or a small set of digits where there is no network."""
 
 from __future__ import annotations
 
-import gzip
-import struct
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.functional import interpolate
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.data.dataset import Normalise, TensorData
 from hvd_trainer.data.per_node import SharedDataError, on_every_rank, once_per_node
-from hvd_trainer.errors import DataError
-from hvd_trainer.jobs.download import download
+from hvd_trainer.errors import DataError, first_line
+from hvd_trainer.jobs.download import downloading
 from hvd_trainer.jobs.options import ImageOptions
-from hvd_trainer.utils.files import default_data_dir, open_regular
+from hvd_trainer.utils.files import UNREADABLE, default_data_dir
 
-FILES = {
-    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", 60_000),
-    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte", 10_000),
-}
-MD5 = {
-    "train-images-idx3-ubyte": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-    "train-labels-idx1-ubyte": "d53e105ee54ea40749a09fcbcd1e9432",
-    "t10k-images-idx3-ubyte": "9fb629c4189551a2d022fa330f9573f3",
-    "t10k-labels-idx1-ubyte": "ec29112dd5afa0611ce80d1b7f02629c",
-}
-"""Of the files as the server has them, packed by gzip."""
 MEAN, STD = 0.1307, 0.3081
 CLASSES = 10
 DIGITS = Path(__file__).parent / "digits/digits.csv.gz"
 STAND_IN_TIMES = 12
 """How often an epoch trains on each of the digits in MNIST's place: on 4 ranks once would be 3 steps."""
-SERVER = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+RAW = "MNIST/raw"
+"""Where torchvision has the files, below the folder that it is given."""
 HOW = (
     'To get MNIST, type on a machine with internet: python -c "import torchvision; '
     "torchvision.datasets.MNIST('mnist', download=True)\" and then pass the folder here: --data-dir mnist"
@@ -80,45 +63,27 @@ def load_images(options: ImageOptions, backend: Backend) -> Images:
 
 
 def load_mnist(folder: Path) -> Images:
-    """Read MNIST from `folder`, which holds `MNIST/raw/*-ubyte` or the files themselves, gzipped or not.
+    """Read MNIST from `folder`, where torchvision has put it.
 
     Raises:
-        DataError: a file is missing, cut short, or something else.
+        DataError: a file is cut short, or something else.
     """
-    sets = {}
-    for split, (images_name, labels_name, count) in FILES.items():
-        images = read_idx(_find(folder, images_name), (count, 28, 28))
-        labels = read_idx(_find(folder, labels_name), (count,))
-        if (largest := int(labels.max())) >= CLASSES:
-            raise DataError(
-                f"{_find(folder, labels_name)} is not MNIST: it has the label {largest}, and there are 0 to "
-                f"{CLASSES - 1}. Delete it and download it again."
-            )
-        sets[split] = TensorData(images.unsqueeze(1), labels.long(), Normalise(MEAN, STD), "MNIST")
-    return Images(sets["train"], sets["test"])
+    from torchvision.datasets import MNIST  # takes a second, and the embedded digits do without
 
-
-def read_idx(path: Path, shape: tuple[int, ...]) -> Tensor:
-    """Read a file of unsigned bytes in the IDX format of MNIST's authors, as uint8 of the given shape.
-
-    Raises:
-        DataError: the file is not of that format, or not of that shape.
-    """
-    header = struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape)
-    expected = len(header) + torch.Size(shape).numel()
     try:
-        with open_regular(path) as file:
-            # One byte more than expected shows that it is too long: a few bytes can unpack to any number.
-            raw = (gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file).read(expected + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {error}. Delete it and download it again.") from error
-    if not raw.startswith(header) or len(raw) != expected:
+        sets = [MNIST(folder, train=is_train) for is_train in (True, False)]
+    except UNREADABLE as error:
         raise DataError(
-            f"{path} is not MNIST: expected {expected} bytes that begin with {header.hex()}, found "
-            f"{'more' if len(raw) > expected else len(raw)} that begin with {raw[: len(header)].hex()}. Delete it "
-            f"and download it again."
+            f"MNIST in {folder / RAW} cannot be read ({first_line(error)}). Delete it and download it again."
+        ) from error
+    if (largest := max(int(mnist.targets.max()) for mnist in sets)) >= CLASSES:
+        raise DataError(
+            f"{folder / RAW} is not MNIST: it has the label {largest}, and there are 0 to {CLASSES - 1}. Delete "
+            f"it and download it again."
         )
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=len(header)).view(shape)
+    normalise = Normalise(MEAN, STD)
+    train, test = (TensorData(mnist.data.unsqueeze(1), mnist.targets, normalise, "MNIST") for mnist in sets)
+    return Images(train, test)
 
 
 def load_digits(times: int = 1) -> Images:
@@ -141,28 +106,19 @@ def load_digits(times: int = 1) -> Images:
     return Images(train, test)
 
 
-def _find(folder: Path, name: str) -> Path:
-    for place in (folder / "MNIST" / "raw", folder / "raw", folder):
-        for path in (place / name, place / f"{name}.gz"):
-            if path.is_file():
-                return path
-    raise DataError(f"there is no {name} in {folder}")
-
-
 def fetch_mnist(folder: Path) -> None:
-    """Download MNIST to where torchvision puts it below `folder`, unless it is there.
+    """Let torchvision download MNIST to `folder`, unless it is there.
 
     Raises:
         DataError: it cannot be downloaded, or not be written there.
     """
-    try:
-        for name in MD5:
-            _find(folder, name)
-    except DataError as missing:
-        import pooch  # as in `download`
+    from torchvision.datasets import MNIST
 
-        for name, md5 in MD5.items():
-            try:
-                download(f"{SERVER}{name}.gz", md5, folder / "MNIST/raw", pooch.Decompress(name=name))
-            except DataError as error:
-                raise DataError(f"{missing}, and {error}") from error
+    missing = [packed for packed, _ in MNIST.resources if not (folder / RAW / packed).with_suffix("").is_file()]
+    if missing:
+        try:
+            with downloading(MNIST.mirrors[0] + missing[0]):
+                MNIST(folder, download=True)
+        except DataError as error:
+            name = missing[0].removesuffix(".gz")
+            raise DataError(f"there is no {name} in {folder / RAW}, and {error}") from error

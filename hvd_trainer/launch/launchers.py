@@ -125,6 +125,20 @@ def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
+def require_variables(environ: Mapping[str, str], launcher: str, *names: str) -> None:
+    """Check that a launcher has set the variables by which its ranks find each other.
+
+    Raises:
+        LaunchError: it has not.
+    """
+    if missing := [name for name in names if not environ.get(name)]:
+        raise LaunchError(
+            f"{launcher} should set {', '.join(missing)} and has not, so the ranks cannot find each other. Were "
+            f"its other variables set by hand? Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR "
+            f"and MASTER_PORT instead."
+        )
+
+
 def read_number(environ: Mapping[str, str], name: str) -> int:
     """Return the whole number in a variable.
 

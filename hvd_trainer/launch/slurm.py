@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from hvd_trainer.errors import LaunchError
-from hvd_trainer.launch.launchers import find_launcher, read_number, shorten
+from hvd_trainer.launch.launchers import find_launcher, read_number, require_variables, shorten
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Below Linux's ephemeral ports, which begin at 32768."""
@@ -24,7 +24,6 @@ GPU_VARIABLES = (
 )
 """The first of them that is set has the GPUs that a process sees. Slurm's own come last: they may list all of the
 node's GPUs where each task is bound to one."""
-STEP_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST")
 
 
 @dataclass(frozen=True)
@@ -69,13 +68,7 @@ def read_step(environ: Mapping[str, str]) -> SlurmStep:
     Raises:
         LaunchError: as `detect_slurm`.
     """
-    missing = [name for name in STEP_VARIABLES if name not in environ]
-    if missing:
-        raise LaunchError(
-            f"srun should set {', '.join(missing)} and has not, so the ranks cannot find each other. Were its "
-            f"other variables set by hand? Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
-            f"MASTER_PORT instead."
-        )
+    require_variables(environ, "srun", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST")
     if environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
         raise LaunchError(
             f"srun --distribution=arbitrary does not tell on which of {environ['SLURM_STEP_NODELIST']} rank 0 is. "

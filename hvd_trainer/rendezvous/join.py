@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError, first_line
+from hvd_trainer.launch.launchers import require_variables
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous import store_client
 from hvd_trainer.rendezvous.endpoint import Endpoint, create_token, sign_endpoint, verify_endpoint
@@ -43,12 +44,7 @@ class RendezvousSettings:
         Raises:
             LaunchError: it has not.
         """
-        if not self.environ.get(name):
-            raise LaunchError(
-                f"{self.world.launcher} should set {name} and has not, so the ranks cannot find each other. Were "
-                f"its other variables set by hand? Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, "
-                f"MASTER_ADDR and MASTER_PORT instead."
-            )
+        require_variables(self.environ, self.world.launcher, name)
         return self.environ[name]
 
 

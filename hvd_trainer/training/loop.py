@@ -68,7 +68,7 @@ class TrainingLoop:
             started = time.perf_counter()
             activity.step = run.progress.step
             # The first step may compile and connect: until it is done, every phase may take as long as the start.
-            activity.limits = (run.options.engine.startup_timeout_s,) * 2
+            activity.long_limit_s = activity.step_limit_s = run.options.engine.startup_timeout_s
             while not run.is_over:
                 record, is_complete = self._train_epoch()
                 record |= self._evaluate()
@@ -148,10 +148,13 @@ class TrainingLoop:
         activity, options = self._run.backend.activity, self._run.options
         activity.finish_step(self._run.progress.step)
         if not options.train.compile:  # or any step may compile again
-            activity.limits = options.engine.startup_timeout_s, options.engine.timeout_s
+            # In elastic mode each world has an activity of its own.
+            activity.long_limit_s = options.engine.startup_timeout_s
+            activity.step_limit_s = options.engine.timeout_s
 
     def _lift_time_limits(self) -> None:
-        self._run.backend.activity.limits = None
+        activity = self._run.backend.activity
+        activity.long_limit_s = activity.step_limit_s = None
 
     def _finish_epoch(self, record: dict[str, Any], *, is_complete: bool) -> None:
         run, progress = self._run, self._run.progress

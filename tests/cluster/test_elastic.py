@@ -226,7 +226,7 @@ def test_driver_without_horovodrun() -> None:
     """horovodrun's variables were set by hand, or it has ended."""
     with pytest.raises(LaunchError, match="HOROVOD_GLOO_RENDEZVOUS_PORT too.* Type: unset HOROVOD_ELASTIC"):
         HorovodElasticDriver({name: value for name, value in RANK.items() if not name.endswith("PORT")})
-    with pytest.raises(LaunchError, match=r"horovodrun at 127.0.0.1:1 does not answer: .* start the job anew"):
+    with pytest.raises(LaunchError, match=r"horovodrun at 127.0.0.1:1 does not answer: .* start the job again"):
         HorovodElasticDriver(dict(RANK)).listen()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -29,7 +30,7 @@ from waiting import wait_for
 
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.faults.rank_listener import RankListener
-from hvd_trainer.rendezvous import store_client, store_connection, store_server
+from hvd_trainer.rendezvous import store_client, store_protocol, store_server
 from hvd_trainer.rendezvous.endpoint import (
     SECRET_FILE,
     Endpoint,
@@ -212,7 +213,7 @@ def test_store_reads_limited_bytes_before_authentication() -> None:
             line.sendall(pings)
             while data := line.recv(1 << 16):
                 answered += len(data) // 4
-        assert answered <= store_connection.MAX_UNAUTHENTICATED_BYTES // 5
+        assert answered <= store_protocol.MAX_UNAUTHENTICATED_BYTES // 5
 
 
 TOKEN = "a" * 32
@@ -223,7 +224,8 @@ def server_here() -> Iterator[int]:
     """Run a server with one token in a thread of this process; yield its port."""
     reading, writing = os.pipe()
     with socket.create_server((LOOPBACK, 0)) as listener:
-        thread = threading.Thread(target=store_server.StoreServer(listener, reading).serve)
+        server = store_server.StoreServer(listener, reading)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
         os.write(writing, f"{TOKEN}\n".encode())
         thread.start()
         try:

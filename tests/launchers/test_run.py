@@ -594,7 +594,7 @@ def test_slow_job_is_reported_once_and_goes_on(tmp_path: Path) -> None:
     script.write_text(SLOW_SCRIPT)
     result = run("-np", 2, "--", script)
     assert result.stdout == "done\n" * 2
-    (said,) = re.findall("no progress, and the job goes on: rank 1 of 2 .*", result.stderr)
+    (said,) = re.findall("no progress, and the job continues: rank 1 of 2 .*", result.stderr)
     assert "has made no progress for" in said
     assert "time.sleep(9)" in result.stderr
     assert "stacks of all ranks: " in result.stderr

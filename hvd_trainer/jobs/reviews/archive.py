@@ -1,17 +1,18 @@
-"""Read the reviews of the Large Movie Review Dataset v1.0 from its official archive, or from its folder.
+"""Read the reviews of the Large Movie Review Dataset v1.0 from its archive, or from its folder.
 
     aclImdb/train/pos/0_9.txt      split, label, number and stars; 12,500 of each split and label
     aclImdb/train/unsup/, ...      unlabelled reviews and lists of words: not read
 
-The archive is read without being unpacked, and only if its MD5 is the official one: so no limits are needed for
-what could be in it.
+The archive is read without being unpacked.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import re
 import tarfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,14 +21,14 @@ from pathlib import Path
 from hvd_trainer.errors import DataError
 
 ARCHIVE, FOLDER = "aclImdb_v1.tar.gz", "aclImdb"
-MD5 = "7c2ac02c03563afcf9b574c7e56c153a"
-"""Of the archive."""
 SPLITS, LABELS = ("train", "test"), ("neg", "pos")
 """The number of a label is its place."""
 REVIEWS_PER_SPLIT = 25_000
 REVIEW = re.compile(rf"(?:{FOLDER}/)?((?:{'|'.join(SPLITS)})/(?:{'|'.join(LABELS)})/\d+_\d+\.txt)")
 MARKUP = re.compile(r"(<br\s*/?>\s*)+")
 """The only markup in the reviews: ends of lines."""
+MAX_REVIEW_BYTES = 2**20
+"""The longest has 14 kB; what an archive unpacks to must fit in memory."""
 
 
 @dataclass
@@ -55,44 +56,35 @@ def find(place: Path) -> Path:
     raise DataError(f"there is no {ARCHIVE} and no {FOLDER}/ with train/ and test/ in {place}")
 
 
-def digest(source: Path) -> str:
-    """Return the MD5 of the archive, or of all reviews in the folder and their names.
+def version(source: Path) -> str:
+    """Return a hash of the names, sizes and times of the archive, or of all reviews in the folder.
 
     Raises:
-        DataError: it cannot be read, or it is an archive and not the official one.
+        OSError: they cannot be read.
     """
-    md5 = hashlib.md5(usedforsecurity=False)
-    try:
-        if source.is_dir():
-            for name, raw in sorted(_in_folder(source)):
-                md5.update(f"{name} {len(raw)}\n".encode() + raw)
-            return md5.hexdigest()
-        with source.open("rb") as file:
-            while block := file.read(2**20):
-                md5.update(block)
-    except OSError as error:
-        raise DataError(f"{source} cannot be read: {error}") from error
-    if md5.hexdigest() != MD5:
-        raise DataError(
-            f"{source} has the MD5 {md5.hexdigest()}, and the official archive {MD5}: it is damaged or cut short, "
-            f"or another one. Delete it and download it again; or unpack it and pass the folder: "
-            f"--data-dir {FOLDER}"
-        )
-    return MD5
+    files = _in_folder(source) if source.is_dir() else [(source.name, source)]
+    stats = ((name, path.stat()) for name, path in sorted(files))
+    text = "\n".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read(source: Path) -> Reviews:
-    """Read all reviews of what `find` has found and `digest` has accepted.
+    """Read all reviews of what `find` has found.
 
     Raises:
         DataError: it cannot be read, or a split or label has no review.
     """
-    reviews = Reviews()
     try:
-        files = sorted(_in_folder(source) if source.is_dir() else _in_archive(source))
-    except OSError as error:
-        raise DataError(f"{source} cannot be read: {error}") from error
-    for name, raw in files:
+        if source.is_dir():
+            files = [(name, path.read_bytes()) for name, path in _in_folder(source)]
+        else:
+            files = list(_in_archive(source))
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        raise DataError(
+            f"{source} cannot be read ({error}): it is damaged or cut short. Delete it and download it again."
+        ) from error
+    reviews = Reviews()
+    for name, raw in sorted(files):
         text = raw.decode("utf-8", errors="replace")
         if not MARKUP.sub("", text).strip():
             reviews.counts["empty (left out)"] += 1
@@ -117,17 +109,20 @@ def read(source: Path) -> Reviews:
     return reviews
 
 
-def _in_folder(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield each review's name from the split on (`train/pos/0_9.txt`), and its content."""
+def _in_folder(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield each review's name from the split on (`train/pos/0_9.txt`), and its file."""
     for file in folder.glob("*/*/*.txt"):
         name = file.relative_to(folder).as_posix()
         if REVIEW.fullmatch(name) and file.is_file():
-            yield name, file.read_bytes()
+            yield name, file
 
 
 def _in_archive(archive: Path) -> Iterator[tuple[str, bytes]]:
-    # As a stream: going back would mean to decompress from the beginning again.
-    with tarfile.open(archive, "r|gz") as tar:
+    """Yield each review's name from the split on, and its content."""
+    with gzip.open(archive) as unpacked, tarfile.open(fileobj=unpacked) as tar:
         for member in tar:
-            if (match := REVIEW.fullmatch(member.name)) and (file := tar.extractfile(member)):
+            match = REVIEW.fullmatch(member.name)
+            if match and member.size <= MAX_REVIEW_BYTES and (file := tar.extractfile(member)):
                 yield match[1], file.read()
+        while unpacked.read(2**20):  # until its checksum
+            pass

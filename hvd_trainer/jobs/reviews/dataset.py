@@ -1,12 +1,14 @@
 """Load the texts of the second job: 50,000 movie reviews from IMDB, or tokens drawn at random to measure speed.
 
-One rank per node downloads the archive if need be, and makes tokens of it if the cache has none; the others read
+One rank per node downloads the archive if need be, and makes tokens of it if the cache has none; all ranks read
 the cache.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.data.dataset import TensorData
 from hvd_trainer.data.per_node import SharedDataError, next_call, once_per_node, participants
 from hvd_trainer.errors import DataError
-from hvd_trainer.jobs.download import download
+from hvd_trainer.jobs.download import SILENCE_S, downloading
 from hvd_trainer.jobs.options import TextOptions
 from hvd_trainer.jobs.reviews import archive
 from hvd_trainer.jobs.reviews import tokenizer as imdb_tokens
@@ -27,6 +29,7 @@ from hvd_trainer.jobs.reviews.tokenizer import Tokens
 from hvd_trainer.utils.files import default_data_dir
 
 URL = f"https://ai.stanford.edu/~amaas/data/sentiment/{ARCHIVE}"
+MD5 = "7c2ac02c03563afcf9b574c7e56c153a"
 PREPARE_S = 1200.0
 """Time for 84 MB to be downloaded and made into tokens, while other ranks wait."""
 HOW = (
@@ -86,16 +89,14 @@ def load_texts(
 def _load_tokens(
     place: Path, backend: Backend, vocabulary: int, sequence_length: int, say: Callable[[str], None]
 ) -> Tokens:
-    """Make tokens of the reviews on one rank of each node, and read them on the others. A collective."""
-    made: list[Tokens] = []
+    """Make tokens of the reviews on one rank of each node, and read them on all. A collective."""
     node, call = backend.session.peers[backend.world.rank].node, next_call(backend, "imdb")
 
     def prepare() -> None:
         fetch(place)
-        file, tokens = prepare_tokens(archive.find(place), vocabulary, sequence_length, say)
-        made.append(tokens)
-        entry = {"file": str(file), "tokens": tokens.fingerprint()}
-        backend.session.store.set(f"{call}.{node}", json.dumps(entry))
+        file = prepare_tokens(archive.find(place), vocabulary, sequence_length, say)
+        tokens = hashlib.sha256(file.read_bytes()).hexdigest()
+        backend.session.store.set(f"{call}.{node}", json.dumps({"file": str(file), "tokens": tokens}))
 
     trouble = once_per_node(backend, prepare, timeout_s=PREPARE_S)
     if trouble:
@@ -107,7 +108,7 @@ def _load_tokens(
             f"Nodes have different reviews, or made different tokens of them: {', '.join(kept)}. Give all of them "
             f"the same {ARCHIVE}, and the same version of the package tokenizers."
         )
-    return made[0] if made else imdb_tokens.load(Path(kept[node]["file"]))
+    return imdb_tokens.load(Path(kept[node]["file"]))
 
 
 def fetch(place: Path) -> None:
@@ -121,31 +122,34 @@ def fetch(place: Path) -> None:
     try:
         archive.find(place)
     except DataError as missing:
+        import pooch  # takes 0.3 s, and few starts download anything
+
+        pooch.get_logger().setLevel(logging.WARNING)
+        downloader = pooch.HTTPDownloader(timeout=SILENCE_S)
         try:
-            download(URL, archive.MD5, place)
+            with downloading(URL):
+                pooch.retrieve(URL, f"md5:{MD5}", ARCHIVE, place, downloader=downloader)
         except DataError as error:
             raise DataError(f"{missing}, and {error}. {HOW}") from error
 
 
-def prepare_tokens(
-    source: Path, vocabulary: int, sequence_length: int, say: Callable[[str], None]
-) -> tuple[Path, Tokens]:
-    """Return the tokens of the reviews in `source`, from the cache if it has them, and the cache's file.
+def prepare_tokens(source: Path, vocabulary: int, sequence_length: int, say: Callable[[str], None]) -> Path:
+    """Return the cache's file with the tokens of the reviews in `source`; make it, unless it is there and whole.
 
     Raises:
         DataError: the reviews cannot be read, or the cache cannot be written.
     """
-    digest = archive.digest(source)
-    file = imdb_tokens.cache_file(default_data_dir(), digest, vocabulary, sequence_length)
+    name = f"imdb-{archive.version(source)}-v{imdb_tokens.FORMAT}-{vocabulary}-{sequence_length}.safetensors"
+    file = default_data_dir() / name
     if file.exists():
         try:
-            return file, imdb_tokens.load(file)
+            imdb_tokens.load(file)
+            return file
         except DataError as error:
-            say(f"imdb: {error}, and is made anew")
+            say(f"imdb: {error}, and is made again")
     say(f"imdb: makes tokens of {source}, which takes a minute, and keeps them in {file}")
-    tokens = imdb_tokens.encode(archive.read(source), vocabulary, sequence_length)
-    imdb_tokens.save(tokens, file)
-    return file, tokens
+    imdb_tokens.save(imdb_tokens.encode(archive.read(source), vocabulary, sequence_length), file)
+    return file
 
 
 def _note(tokens: Tokens) -> str:

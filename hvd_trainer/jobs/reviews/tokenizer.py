@@ -6,7 +6,6 @@ beginning and, three times as long, its end, where the verdict stands.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ from hvd_trainer.utils.text import install_extra
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FORMAT = 2
-"""Version of the cache's content: raise it when other ids are made of the same reviews."""
+FORMAT = 3
+"""Version of the cache: raise it when other ids are made of the same reviews, or its file has another form."""
 PAD = "[PAD]"
 """The name of id 0: no token."""
 ENCODE_BATCH = 1000
@@ -45,14 +44,6 @@ class Tokens:
     """how many reviews were empty, not UTF-8, or cut, by these words"""
     tokenizer: str
     """its JSON, as `tokenizers.Tokenizer.from_str` takes it"""
-
-    def fingerprint(self) -> str:
-        """Return a hash of all values: where nodes differ in it, they would train on different data."""
-        sha = hashlib.sha256(self.tokenizer.encode())
-        for split in SPLITS:
-            sha.update(self.ids[split].numpy().tobytes())
-            sha.update(self.labels[split].numpy().tobytes())
-        return sha.hexdigest()
 
 
 def ids_type(vocabulary: int) -> torch.dtype:
@@ -125,11 +116,6 @@ def _parts(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[int]]:
 # The cache.
 
 
-def cache_file(folder: Path, digest: str, vocabulary: int, sequence_length: int) -> Path:
-    """Return the file for the tokens of these reviews."""
-    return folder / f"imdb-{digest[:16]}-v{FORMAT}-{vocabulary}-{sequence_length}.safetensors"
-
-
 def save(tokens: Tokens, file: Path) -> None:
     """Write the cache, whole or not at all.
 
@@ -142,7 +128,9 @@ def save(tokens: Tokens, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         # Nodes that share the folder may write at the same time.
         with atomic_write(file) as temporary:
-            save_file(tensors, temporary, {"tokenizer": tokens.tokenizer, "counts": json.dumps(tokens.counts)})
+            # One entry: safetensors writes several in random order, and nodes compare their files' hashes.
+            facts = json.dumps({"tokenizer": tokens.tokenizer, "counts": tokens.counts})
+            save_file(tensors, temporary, {"facts": facts})
     except (OSError, SafetensorError) as error:
         raise DataError(
             f"The tokens cannot be kept in {file.parent}: {error}. Name a folder with space for them: "
@@ -158,10 +146,12 @@ def load(file: Path) -> Tokens:
     """
     try:
         with safe_open(file, "pt") as opened:
+            # Copied: the pages of a mapped file that is cut short meanwhile would end the process.
             ids, labels = (
-                {split: opened.get_tensor(f"{split}.{kind}") for split in SPLITS} for kind in ("ids", "labels")
+                {split: opened.get_tensor(f"{split}.{kind}").clone() for split in SPLITS}
+                for kind in ("ids", "labels")
             )
-            facts = opened.metadata()
-        return Tokens(ids, labels, json.loads(facts["counts"]), facts["tokenizer"])
+            facts = json.loads(opened.metadata()["facts"])
+        return Tokens(ids, labels, **facts)
     except (*UNREADABLE, SafetensorError) as error:
         raise DataError(f"{file} is damaged: {error}") from error
