@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,14 @@ MAX_MEMORY_SHARE = 0.45
 """Fraction of the memory that a job may use for its batch to be doubled."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Action:
     """A change to try."""
 
-    cause: str
+    cause: Cause
     text: str
     """what to type or do"""
+    _: KW_ONLY
     speed: float = 1.0
     """the samples per second to expect, as a multiple of now; 1: nobody knows"""
     low: float = 1.0
@@ -102,7 +103,7 @@ def _action(cause: Cause, evidence: Evidence, text: str, saved: float | None = N
         return step / max(step - min(max(seconds, 0.0), limit), 1e-9)
 
     low, high = speed(all_s - SIGMAS * error), speed(all_s + SIGMAS * error)
-    return Action(cause=cause.kind, text=text, speed=speed(all_s), low=low, high=high, **further)
+    return Action(cause, text, speed=speed(all_s), low=low, high=high, **further)
 
 
 def _max_saved(cause: Cause, evidence: Evidence) -> float:
@@ -213,60 +214,53 @@ def _about_exchange(cause: Cause, evidence: Evidence) -> Iterator[Action]:
 def _about_contention(cause: Cause, evidence: Evidence) -> Iterator[Action]:
     cores, ranks = evidence.cores, evidence.ranks
     threads, workers = evidence.threads, max(profile.processes for profile in evidence.profiles)
-    one = evidence.figure(ONE_THREAD)
+    waiting = f"on {plural(cores, 'core')}, and wait for each other's turn"
     if threads > 1 and threads * ranks > cores:
+        one = evidence.figure(ONE_THREAD)
         text = (
             f"OMP_NUM_THREADS=1, or --threads 1: {ranks} ranks with {threads} threads each are {threads * ranks} "
-            f"on {plural(cores, 'core')}, and wait for each other's turn"
+            f"{waiting}"
         )
         saved = cause.seconds if one is None else evidence.step_s - one[0]
         yield _action(cause, evidence, text, saved, threads=1)
-    elif ranks > cores:
+        return
+    text = (
+        "OMP_NUM_THREADS=1, or --threads 1, if the ranks have more threads than that; else they share the "
+        "cores, caches and memory of this machine, where fewer ranks or a larger batch may help"
+    )
+    if ranks > cores:
         text = f"-np {cores}: {ranks} ranks share {plural(cores, 'core')}, and none of them is faster for it"
-        yield Action(cause=cause.kind, text=text)
     elif workers and ranks * (1 + workers) > cores:
         option = "--workers" if evidence.is_trainer_job else "num_workers"
         text = (
             f"fewer loader processes ({option}): {ranks} ranks with {workers} each are {ranks * (1 + workers)} "
-            f"processes on {plural(cores, 'core')}, and wait for each other's turn"
+            f"processes {waiting}"
         )
-        yield Action(cause=cause.kind, text=text)
-    else:
-        text = (
-            "OMP_NUM_THREADS=1, or --threads 1, if the ranks have more threads than that; else they share the "
-            "cores, caches and memory of this machine, where fewer ranks or a larger batch may help"
-        )
-        yield Action(cause=cause.kind, text=text)
+    yield Action(cause, text)
 
 
 def _about_collective(cause: Cause, evidence: Evidence) -> Iterator[Action]:
     calls, size, where = cause.details["calls"], cause.details["bytes"], _at(cause)
     if "barrier" in cause.details["function"]:
-        text = (
-            f"{where}: leave this barrier out, unless files or devices need it: every exchange waits for all ranks"
-        )
-        yield Action(cause=cause.kind, text=text)
+        text = "leave this barrier out, unless files or devices need it: every exchange waits for all ranks"
+        yield Action(cause, f"{where}: {text}")
         return
-    saved = None
-    if evidence.line is not None and calls:
-        # By itself, on ranks that are there at the same time, it takes no longer than this.
-        saved = min(cause.seconds, sum(evidence.line.parts(calls * size, calls)))
-        together = sum(evidence.line.parts(calls * size, 1)) if calls > 1 else 0.0
-        saved = max(0.0, saved - together)
+    text = (
+        f"{where}: do this every few steps only: add up on each rank, and exchange the sum, several values as one "
+        f"tensor"
+    )
     if calls > MANY_CALLS:
         text = (
             f"{where}: send them as one tensor, not {calls:.3g} a step (torch.cat, or DistributedDataParallel if "
             f"they are gradients)"
         )
-    else:
-        text = (
-            f"{where}: do this every few steps only: add up on each rank, and exchange the sum, several values "
-            f"as one tensor"
-        )
-    if saved is None:
-        yield Action(cause=cause.kind, text=text)
-    else:
-        yield _action(cause, evidence, text, saved)
+    if evidence.line is None or not calls:
+        yield Action(cause, text)
+        return
+    # By itself, on ranks that are there at the same time, it takes no longer than this.
+    saved = min(cause.seconds, sum(evidence.line.parts(calls * size, calls)))
+    together = sum(evidence.line.parts(calls * size, 1)) if calls > 1 else 0.0
+    yield _action(cause, evidence, text, max(0.0, saved - together))
 
 
 def _about_overhead(cause: Cause, evidence: Evidence) -> Iterator[Action]:

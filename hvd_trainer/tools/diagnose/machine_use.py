@@ -14,6 +14,7 @@ import psutil
 
 from hvd_trainer.measure.machine import cpu_control_groups, read_text
 from hvd_trainer.tools.diagnose.profile import RankProfile
+from hvd_trainer.utils.process import cpu_ids
 
 MIN_CORES = 0.1
 """Cores that a program must have used to be named."""
@@ -31,7 +32,7 @@ class MachineUse:
     programs: Mapping[str, float] = field(default_factory=dict)
     """the cores of each that was there the whole time, by its name"""
     stolen: float = 0.0
-    """cores that the hypervisor gave to other machines"""
+    """cores, of those that this process may use, that the hypervisor gave to other machines"""
     throttled: float = 0.0
     """fraction of the time in which a limit (cgroup) stopped the run"""
     swapped_pages: int = 0
@@ -49,13 +50,13 @@ class MachineWatch:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._programs = _cpu_of_programs()
-        self._cpu = psutil.cpu_times()
-        self._throttled, self._pages = _throttled_s(), _swapped_pages()
+        self._counted = _throttled_s(), _stolen_s(), _swapped_pages()
 
     def end(self) -> MachineUse:
         """Return what was at work since the beginning, but for `other_cores`, which the ranks tell."""
         seconds = max(time.monotonic() - self._began, 1e-3)
-        cpu = psutil.cpu_times()
+        counted = _throttled_s(), _stolen_s(), _swapped_pages()
+        throttled, stolen, pages = (now - before for now, before in zip(counted, self._counted, strict=True))
         cores = {
             f"{name} (process {key[0]})": (used - self._programs[key][1]) / seconds
             for key, (name, used) in _cpu_of_programs().items()
@@ -63,9 +64,9 @@ class MachineWatch:
         }
         return MachineUse(
             programs={name: number for name, number in cores.items() if number >= MIN_CORES},
-            stolen=(getattr(cpu, "steal", 0.0) - getattr(self._cpu, "steal", 0.0)) / seconds,
-            throttled=(_throttled_s() - self._throttled) / seconds,
-            swapped_pages=_swapped_pages() - self._pages,
+            stolen=stolen / seconds,
+            throttled=throttled / seconds,
+            swapped_pages=int(pages),
         )
 
 
@@ -98,6 +99,12 @@ def _name(process: psutil.Process) -> str:
         if words and name.startswith(("python", "bash", "sh", "perl")):
             return f"{name} {Path(words[0].split()[0] if words[0].split() else '').name}".strip()
     return name
+
+
+def _stolen_s() -> float:
+    """Return the seconds that the hypervisor gave to other machines, of the cores that this process may use."""
+    cores = psutil.cpu_times(percpu=True)
+    return sum(getattr(cores[n], "steal", 0.0) for n in cpu_ids() if n < len(cores))
 
 
 def _throttled_s() -> float:
