@@ -122,47 +122,44 @@ def _at(cause: Cause) -> str:
     return str(cause.line or cause.details.get("where") or "the line")
 
 
-def _workers(cause: Cause, evidence: Evidence, count: int, saved: float, why: str) -> Action:
-    if evidence.facts.get("has_own_loader"):
-        return _action(cause, evidence, f"more threads or processes in the data's own loader: {why}", saved)
-    if not evidence.is_trainer_job:
-        return _action(cause, evidence, f"num_workers={count} in the DataLoader: {why}", saved)
-    now = evidence.facts.get("workers")
-    text = f"--workers {count}: {why}{'' if now is None else f' (now {now})'}"
-    return _action(cause, evidence, text, saved, words=("--workers", str(count)))
-
-
-def _about_waiting_data(cause: Cause, evidence: Evidence) -> Iterator[Action]:
-    if evidence.facts.get("in_memory"):
+def _about_data(cause: Cause, evidence: Evidence) -> Iterator[Action]:
+    facts, where, waits = evidence.facts, _at(cause), cause.kind == "data waits"
+    workers = facts.get("workers")
+    free = evidence.free_cores / evidence.ranks
+    if waits and facts.get("in_memory"):
         text = (
             "the data is in memory, so that its time goes into taking batches from it and into its transform, if "
             "it has one: make that cheaper, or do once what it does again for each batch"
         )
         yield _action(cause, evidence, text)
         return
-    now = max(1, evidence.facts.get("workers") or evidence.profiles[0].processes)
-    # A worker for as long as a sample takes longer to fetch than to train on. Rounded: versions of Python differ
-    # in the last bits of a sum.
-    ratio = round(cause.seconds / max(evidence.step_s - cause.seconds, 1e-9), 6)
-    count = min(now * (1 + math.ceil(ratio)), max(MAX_WORKERS, 2 * now))
-    waits = "it waits" if evidence.facts.get("has_own_loader") else "that many processes per rank wait"
-    why = f"{waits} for data while the rank trains, at {_at(cause)}"
-    yield _workers(cause, evidence, count, cause.seconds * (1 - now / count), why)
-
-
-def _about_computing_data(cause: Cause, evidence: Evidence) -> Iterator[Action]:
-    free = evidence.free_cores / evidence.ranks
-    if free >= MIN_FREE_CORES and not evidence.facts.get("in_memory"):
-        count = (evidence.facts.get("workers") or 0) + max(1, math.floor(free + 0.3))
-        saved = min(cause.seconds * (1 - 1 / (1 + free)), evidence.step_s * MAX_SAVED)
-        why = f"{plural(round(free * evidence.ranks), 'core')} are free to compute data in, at {_at(cause)}"
-        yield _workers(cause, evidence, count, saved, why)
+    if not waits and (free < MIN_FREE_CORES or facts.get("in_memory")):
+        text = (
+            f"make {where} cheaper, or store its results: it computes, and none of "
+            f"{plural(evidence.cores, 'core')} is free for loader processes"
+        )
+        yield _action(cause, evidence, text)
         return
-    text = (
-        f"make {_at(cause)} cheaper, or store its results: it computes, and none of "
-        f"{plural(evidence.cores, 'core')} is free for loader processes"
-    )
-    yield _action(cause, evidence, text)
+    if waits:
+        now = max(1, workers or evidence.profiles[0].processes)
+        # One for as long as a sample takes longer to fetch than to train on. Rounded: versions of Python differ
+        # in the last bits of a sum.
+        ratio = round(cause.seconds / max(evidence.step_s - cause.seconds, 1e-9), 6)
+        count = min(now * (1 + math.ceil(ratio)), max(MAX_WORKERS, 2 * now))
+        saved = cause.seconds * (1 - now / count)
+        who = "it waits" if facts.get("has_own_loader") else "that many processes per rank wait"
+        why = f"{who} for data while the rank trains, at {where}"
+    else:
+        count = (workers or 0) + max(1, math.floor(free + 0.3))
+        saved = min(cause.seconds * (1 - 1 / (1 + free)), evidence.step_s * MAX_SAVED)
+        why = f"{plural(round(free * evidence.ranks), 'core')} are free to compute data in, at {where}"
+    if facts.get("has_own_loader"):
+        yield _action(cause, evidence, f"more threads or processes in the data's own loader: {why}", saved)
+    elif not evidence.is_trainer_job:
+        yield _action(cause, evidence, f"num_workers={count} in the DataLoader: {why}", saved)
+    else:
+        text = f"--workers {count}: {why}{'' if workers is None else f' (now {workers})'}"
+        yield _action(cause, evidence, text, saved, words=("--workers", str(count)))
 
 
 def _about_overlap(cause: Cause, evidence: Evidence) -> Iterator[Action]:
@@ -277,8 +274,8 @@ def _about_overhead(cause: Cause, evidence: Evidence) -> Iterator[Action]:
 
 
 MAKERS: dict[str, Callable[[Cause, Evidence], Iterator[Action]]] = {
-    "data waits": _about_waiting_data,
-    "data computes": _about_computing_data,
+    "data waits": _about_data,
+    "data computes": _about_data,
     "overlap": _about_overlap,
     "exchange": _about_exchange,
     "contention": _about_contention,

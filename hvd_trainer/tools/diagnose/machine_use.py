@@ -18,7 +18,8 @@ from hvd_trainer.utils.process import cpu_ids
 
 MIN_CORES = 0.1
 """Cores that a program must have used to be named."""
-VMSTAT, PAGES = Path("/proc/vmstat"), ("pswpin", "pswpout")
+PAGE = 4096
+"""Bytes of a page, by which psutil multiplies what the kernel counts."""
 THROTTLED = {"throttled_usec": 1e-6, "throttled_time": 1e-9}
 """Names in cpu.stat, and their units in seconds."""
 
@@ -118,5 +119,5 @@ def _throttled_s() -> float:
 
 
 def _swapped_pages() -> int:
-    pairs = [line.split() for line in read_text(VMSTAT).splitlines()]
-    return sum(int(value) for name, value in pairs if name in PAGES)
+    swap = psutil.swap_memory()
+    return (swap.sin + swap.sout) // PAGE

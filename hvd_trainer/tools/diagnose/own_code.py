@@ -12,7 +12,7 @@ from typing import Any
 
 from hvd_trainer.measure.formats import number
 from hvd_trainer.tools.diagnose.evidence import SIGMAS, Cause, Evidence, argmax, ms
-from hvd_trainer.tools.diagnose.profile import RankProfile, Seconds, Stack, hottest_line, together_s
+from hvd_trainer.tools.diagnose.profile import RankProfile, Seconds, Stack, calls_at, hottest_line, together_s
 from hvd_trainer.tools.diagnose.roles import LOADER, LONE, START, WAITING
 from hvd_trainer.utils.text import plural
 
@@ -67,7 +67,7 @@ def of_collectives(evidence: Evidence, limit: float, queued: float) -> Iterator[
         line = hottest_line((stack for stacks in by_rank for stack in stacks), "whole")
         if line is None:
             continue
-        counts = profile.calls_at(line.frame)
+        counts = [call for record in profile.records for call in calls_at(record, line.frame)]
         calls = sum(count.calls for count in counts)
         details: dict[str, Any] = {
             "calls": calls / profile.steps,

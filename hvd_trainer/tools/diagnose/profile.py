@@ -215,10 +215,6 @@ class RankProfile:
             table[stack.role] += cost
         return table
 
-    def calls_at(self, frame: Frame) -> list[CallCount]:
-        """Return the calls of collectives from a line, by runs, functions and places in it."""
-        return [call for record in self.records for call in calls_at(record, frame)]
-
 
 def calls_at(record: Record, frame: Frame) -> list[CallCount]:
     """Return the calls of collectives from a line, by functions and places in it."""

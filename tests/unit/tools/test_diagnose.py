@@ -739,10 +739,9 @@ def test_throttling_by_recorded_figures(
     assert watch.end().throttled == pytest.approx(seconds, rel=0.1)
 
 
-def test_swap_and_steal_by_recorded_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    vmstat = tmp_path / "vmstat"
-    vmstat.write_text("pgfault 9\npswpin 100\npswpout 10\n")
-    monkeypatch.setattr(machine_use, "VMSTAT", vmstat)
+def test_swap_and_steal_by_recorded_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    swapped = [SimpleNamespace(sin=4096 * 100, sout=4096 * 10), SimpleNamespace(sin=4096 * 5000, sout=4096 * 5110)]
+    monkeypatch.setattr(machine_use.psutil, "swap_memory", lambda: swapped.pop(0))
     times = machine_use.psutil.cpu_times(percpu=True)
     stolen = [core._replace(steal=core.steal + 0.5) for core in times]
     given = [times, stolen]
@@ -750,7 +749,6 @@ def test_swap_and_steal_by_recorded_figures(tmp_path: Path, monkeypatch: pytest.
     # What is taken from cores that the ranks may not use was their loss, too.
     monkeypatch.setattr(machine_use, "cpu_ids", lambda: (0,))
     watch = MachineWatch()
-    vmstat.write_text("pgfault 99\npswpin 5000\npswpout 5110\n")
     watch._began = time.monotonic() - 1
     use = watch.end()
     assert (use.swapped_pages, use.stolen) == (10_000, pytest.approx(0.5, rel=0.1))
