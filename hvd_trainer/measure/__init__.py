@@ -15,6 +15,6 @@ script.py, events.py
                 tell those of any other script, by PyTorch's hooks
 listener.py, recorders.py
                 what all are told, and which of them record a rank
-steps.py, stacks.py, trace_format.py
+steps.py, stacks.py, trace.py
                 the recorders: times of steps, sampled stacks, what the first steps compute
 """

@@ -13,6 +13,7 @@ import atexit
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,31 +22,46 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from hvd_trainer.measure.leave_out import replace
 from hvd_trainer.measure.listener import End, Listener, Step
+from hvd_trainer.measure.message import NO_STEPS
 from hvd_trainer.measure.script_facts import batch_size, digest, facts_of
 from hvd_trainer.utils.import_hooks import ImportHooks
 from hvd_trainer.utils.tensors import parameters_of
 
 FORWARD = "forward"
+BY_HAND = (
+    "its backward() was seen, and no step() of a torch.optim.Optimizer after it: a tool sees no update by hand"
+)
+NO_BACKWARD = (
+    "its steps were seen, and no backward() before them: a tool counts those after one, as of torch.optim"
+)
+NOTHING = "neither a backward() nor a step() was seen in its process: is it asked to train, and in this process?"
 
 
 class ScriptEvents:
-    """Calls listeners for what the script of this process does.
+    """Calls listeners for what the script of this process does, and says at its end why none of its steps counts.
 
     An optimizer step counts if a backward pass came before it: Horovod's `broadcast_optimizer_state` takes a step
     before the training begins.
+
+    Args:
+        log: the folder of the recordings.
+        listeners: are called in this order.
     """
 
-    def __init__(self, *listeners: Listener) -> None:
+    def __init__(self, log: Path, *listeners: Listener) -> None:
+        self._log = log
         self._listeners: tuple[Listener, ...] = listeners
         self._depth = 0
+        self._optimizer: Optimizer
         self._phases = [FORWARD]
-        self._has_gradients, self._is_fetching = False, False
-        self._fetched, self._samples = 0, 0
-        self._loss: Tensor | None = None
+        self._fetched, self._samples, self._passes = 0, 0, 0
+        self._losses: list[Tensor] = []
         self._parameters: list[Tensor] = []
         self._facts: dict[str, Any] = {}
         self._sees_exchange = False
+        self._missing = NOTHING
         self._undo = ExitStack()
 
     def install(self) -> None:
@@ -61,6 +77,9 @@ class ScriptEvents:
 
         @functools.wraps(backward)
         def observed_backward(*args: Any, **kwargs: Any) -> None:
+            if self._phases[-1] == "backward":  # of a part that is computed again, as by torch.utils.checkpoint
+                backward(*args, **kwargs)
+                return
             self._before_backward(args[0] if args else kwargs["tensors"])
             with self._phase("backward"):
                 backward(*args, **kwargs)
@@ -69,14 +88,18 @@ class ScriptEvents:
         def observed_fetch(iterator: Any) -> Any:
             return self._fetch(fetch, iterator)
 
-        self._replace(torch.autograd, "backward", observed_backward)
-        self._replace(_BaseDataLoaderIter, "__next__", observed_fetch)
+        replace(self._undo, torch.autograd, "backward", observed_backward)
+        replace(self._undo, _BaseDataLoaderIter, "__next__", observed_fetch)
         after = {
             "accelerate.data_loader": self._observe_accelerate,
             "horovod.torch.optimizer": lambda module: self._observe_synchronize(module._DistributedOptimizer),
             "hvd_trainer.hvd.optimizer": lambda module: self._observe_synchronize(module._ReducingOptimizer),
         }
-        ImportHooks(aliases={}, absent={}, after=after).install()
+        hooks = ImportHooks(aliases={}, absent={}, after=after)
+        hooks.install()
+        self._undo.callback(hooks.uninstall)
+        self._undo.callback(atexit.unregister, self._end)
+        atexit.register(self._end)
 
     def uninstall(self) -> None:
         """Remove the hooks, and stop the listeners."""
@@ -90,38 +113,35 @@ class ScriptEvents:
 
     def _end(self) -> None:
         self._stop()
+        if not self._parameters:
+            self._log.mkdir(parents=True, exist_ok=True)
+            (self._log / NO_STEPS).write_text(self._missing)
+            return
         # DistributedDataParallel waits within the backward pass.
         facts = self._facts | {"sees_exchange": self._sees_exchange}
         end = End(facts, {}, digest(self._parameters))
         for listener in self._listeners:
             listener.on_end(end)
 
-    def _replace(self, holder: Any, name: str, function: Any) -> None:
-        self._undo.callback(setattr, holder, name, getattr(holder, name))
-        setattr(holder, name, function)
-
     def _fetch(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
-        if self._is_fetching:
+        if self._phases[-1] == "data":  # of a loader within another one
             return fetch(iterator)
-        self._is_fetching = True
-        try:
-            with self._phase("data"):
-                batch = fetch(iterator)
-        finally:
-            self._is_fetching = False
+        with self._phase("data"):
+            batch = fetch(iterator)
         self._fetched = batch_size(batch)
         for listener in self._listeners:
             listener.on_batch(batch, iterator)
         return batch
 
     def _before_backward(self, loss: Any) -> None:
-        self._has_gradients = True
         # A batch that is not trained on, such as one of an evaluation, does not count.
         self._samples += self._fetched
         self._fetched = 0
-        self._loss = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
-        for listener in self._listeners:
-            listener.on_backward(loss)
+        self._passes += 1
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._losses.append(loss.detach())
+        if self._missing == NOTHING:
+            self._missing = BY_HAND
 
     def _observe_accelerate(self, module: ModuleType) -> None:
         """See the batches that Accelerate's loaders return: they fetch one ahead."""
@@ -130,14 +150,7 @@ class ScriptEvents:
 
     def _observe_synchronize(self, kind: Any) -> None:
         """See how long an optimizer of Horovod's API waits for the exchange of gradients."""
-        synchronize = kind.synchronize
-
-        @functools.wraps(synchronize)
-        def observed(optimizer: Any) -> None:
-            with self._phase("reduce"):
-                synchronize(optimizer)
-
-        kind.synchronize = observed
+        kind.synchronize = self._in_phase("reduce", kind.synchronize)
 
     def _observing(self, iterate: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
         @functools.wraps(iterate)
@@ -148,6 +161,18 @@ class ScriptEvents:
                     yield self._fetch(next, iterator)
 
         return observed
+
+    def _in_phase(self, phase: str, function: Any, then: Callable[[], object] = lambda: None) -> Any:
+        """Return a function that enters a phase, and calls another one at its end."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._phase(phase):
+                result = function(*args, **kwargs)
+            then()
+            return result
+
+        return call
 
     @contextmanager
     def _phase(self, phase: str) -> Iterator[None]:
@@ -173,39 +198,38 @@ class ScriptEvents:
         # it, and both are hooked: only the outer one's begin and end are the step's.
         self._depth += 1
         if self._depth == 1:
+            self._optimizer = optimizer
             self._enter("step")
-            for listener in self._listeners:
-                listener.before_step(optimizer)
+        if self._missing == NOTHING:
+            self._missing = NO_BACKWARD
+        self._before_update()
         # A closure, as Lightning's, computes the loss within the step.
         first, *rest = args
         named = {name: self._in_forward(value) for name, value in kwargs.items()}
         return (first, *map(self._in_forward, rest)), named
 
+    def _before_update(self) -> None:
+        for listener in self._listeners:
+            listener.before_update(self._optimizer)
+
     def _in_forward(self, value: Any) -> Any:
-        """Return a function that enters the phase of forward; a value of another kind as it is."""
+        """Return a closure that enters the phase of forward; a value of another kind as it is."""
         if not callable(value) or self._depth > 1:
             return value
-
-        @functools.wraps(value)
-        def call() -> Any:
-            with self._phase(FORWARD):
-                return value()
-
-        return call
+        return self._in_phase(FORWARD, value, self._before_update)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._depth -= 1
         if self._depth > 0:
             return
         self._leave()
-        if not self._has_gradients:
+        if not self._passes:
             return
-        self._has_gradients = False
         if not self._parameters:
             self._start(optimizer)
-        losses = () if self._loss is None else (self._loss,)
-        step = Step(self._samples, float(optimizer.param_groups[0]["lr"]), losses)
-        self._loss, self._samples = None, 0
+        rate = float(optimizer.param_groups[0]["lr"])
+        step = Step(self._samples, rate, tuple(self._losses), passes=self._passes)
+        self._losses, self._samples, self._passes = [], 0, 0
         for listener in self._listeners:
             listener.on_step_end(step)
 
@@ -213,6 +237,6 @@ class ScriptEvents:
         self._parameters, self._facts = list(parameters_of(optimizer)), facts_of(optimizer)
         for listener in self._listeners:
             listener.on_start(self._parameters[0].device, on_trainer=False)
-        # Now, so that it is called before what the script's own libraries do at the end, which may fail.
+        # Again, so that it is called before what the script's own libraries do at the end, which may fail.
+        atexit.unregister(self._end)
         atexit.register(self._end)
-        self._undo.callback(atexit.unregister, self._end)

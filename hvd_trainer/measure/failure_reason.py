@@ -26,14 +26,14 @@ def why_it_failed(place: Path, code: int) -> str:
     if code == 0:
         return why_no_figures(place, place / "log")
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return _reason(json.loads((place / "error.json").read_text())["message"]["message"])
+        if reason := _reason(str(json.loads((place / "error.json").read_text())["message"]["message"])):
+            return reason
     # A rank that is alone has no watch over it that would tell torchrun.
     said = (place / "output").read_text(errors="replace")
     said = re.sub(r"^\[\d+\]<std\w+>:", "", said, flags=re.MULTILINE)  # horovodrun's, before each line
-    for pattern in REASONS:
-        if (match := re.search(pattern, said, re.MULTILINE)) is not None:
-            return _reason(match[1])
-    return f"exit code {code}"
+    matches = (re.search(pattern, said, re.MULTILINE) for pattern in REASONS)
+    reasons = (_reason(match[1]) for match in matches if match is not None)
+    return next(filter(None, reasons), f"exit code {code}")
 
 
 def why_no_figures(place: Path, log: Path) -> str:
@@ -61,6 +61,6 @@ def why_no_step(place: Path, log: Path) -> str:
 
 
 def _reason(text: str) -> str:
-    """Return one line of a report: the exception where there is a traceback, else the first line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    """Return one line of a report, the exception if it has a traceback, else the first; empty without any."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     return lines[-1] if TRACEBACK in text else lines[0]

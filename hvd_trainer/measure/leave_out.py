@@ -36,13 +36,14 @@ def leave_out(parts: Collection[str]) -> ExitStack:
     """
     undo = ExitStack()
     if "data" in parts:
-        _replace(undo, _BaseDataLoaderIter, "__next__", _repeating_first_batch())
+        replace(undo, _BaseDataLoaderIter, "__next__", _repeating_first_batch())
     if "exchange" in parts:
         _leave_out_exchange(undo)
     return undo
 
 
-def _replace(undo: ExitStack, holder: Any, name: str, value: Any) -> None:
+def replace(undo: ExitStack, holder: Any, name: str, value: Any) -> None:
+    """Replace an attribute of a class or a module until `undo` is closed."""
     if name in vars(holder):
         undo.callback(setattr, holder, name, vars(holder)[name])
     else:
@@ -76,10 +77,10 @@ def _length(iterator: Any) -> float:
 
 def _leave_out_exchange(undo: ExitStack) -> None:
     ignored = property(lambda model: False, lambda model, value: None)
-    _replace(undo, DistributedDataParallel, "require_backward_grad_sync", ignored)
+    replace(undo, DistributedDataParallel, "require_backward_grad_sync", ignored)
     gradients = _Gradients()
     for module in (torch.distributed, torch.distributed.distributed_c10d):
-        _replace(undo, module, "all_reduce", gradients.skipping(module.all_reduce, lambda _: _Done()))
+        replace(undo, module, "all_reduce", gradients.skipping(module.all_reduce, lambda _: _Done()))
     after: dict[str, Callable[[ModuleType], None]] = {
         "horovod.torch.optimizer": _stop_horovod,
         "hvd_trainer.hvd.optimizer": _stop_hvd,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
+
+if TYPE_CHECKING:
+    from hvd_trainer.observe.callback import RunView
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,12 @@ class Step:
     """of its passes, on any device; no step waits for them"""
     skipped: Tensor | bool = False
     """whether the update was left out"""
+    passes: int = 1
+    """batches that it has used"""
+    weights: Sequence[Tensor] = ()
+    """of its passes, where a Trainer weighs them"""
+    grad_norm: Tensor | None = None
+    """of the whole gradient before it was clipped; None if unknown"""
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,9 @@ class End:
 class Listener:
     """Callbacks of a training, which do nothing: a recorder overrides those that it needs."""
 
+    def on_run(self, run: RunView) -> None:
+        """Take note of the parts of a Trainer's training, before it starts."""
+
     def on_start(self, device: torch.device, *, on_trainer: bool) -> None:
         """Take note that the training has started: of a script, that its first optimizer step has ended."""
 
@@ -49,17 +61,17 @@ class Listener:
     def on_batch(self, batch: Any, loader: object) -> None:
         """Take note of a batch that is drawn."""
 
-    def on_backward(self, loss: Any) -> None:
-        """Take note that a script's backward pass begins, from a tensor or a sequence of tensors."""
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Take note that an optimizer updates its parameters next, by the gradients that are there now.
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Take note that a script's optimizer is about to update its parameters."""
+        It may come again in a step: behind a closure, and behind the exchange of Horovod's optimizer.
+        """
 
     def on_step_end(self, step: Step) -> None:
         """Take note of an optimizer step."""
 
-    def on_epoch_end(self) -> None:
-        """Take note that the Trainer has ended an epoch."""
+    def on_epoch_end(self, record: Mapping[str, Any]) -> None:
+        """Take note that the Trainer has ended an epoch, whose line of metrics.jsonl is `record`."""
 
     def stop(self) -> None:
         """Record nothing from now on: the training has ended, or a Trainer has begun in the script."""

@@ -19,13 +19,17 @@ MARK = "held"
 HOLD_S = 60.0
 
 
-def recorders(message: Message, rank: int) -> Iterator[Listener]:
-    """Yield what records the steps and stacks of this rank, and what holds it."""
+def recorders(message: Message, rank: int, size: int) -> Iterator[Listener]:
+    """Yield what records the steps and stacks of this rank and traces it, and what holds it."""
     log = Path(message.log_dir)
     yield recorder(log, rank)
     if message.sample_stacks:
         # Now: a script's loader starts its processes before the first step, and they may stay until the end.
         yield sampler(log, rank)
+    if message.trace_steps is not None:
+        from hvd_trainer.measure.trace import Trace  # with what a Trainer needs
+
+        yield Trace(log, rank, size, message.trace_steps)
     if message.hold is not None and message.hold[0] == rank:
         yield AfterSteps(message.hold[1], partial(_hold, log))
 

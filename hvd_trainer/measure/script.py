@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -10,31 +11,37 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+import torch
+
 from hvd_trainer.launch.world import detect
 from hvd_trainer.measure.events import ScriptEvents
 from hvd_trainer.measure.leave_out import leave_out
-from hvd_trainer.measure.listener import Listener
 from hvd_trainer.measure.message import Message
-from hvd_trainer.measure.no_steps import NoSteps
 from hvd_trainer.measure.recorders import AfterSteps, recorders
-from hvd_trainer.measure.script_trace import ScriptTrace, seed_by_rank
 from hvd_trainer.utils.import_hooks import ImportHooks
 
 
 def measure_script(message: Message) -> None:
     """Record what the message asks for, of whatever this process runs from now on; a `Trainer` records itself."""
     log, world = Path(message.log_dir), detect(os.environ)
-    listeners: list[Listener] = [NoSteps(log), *recorders(message, world.rank)]
+    listeners = list(recorders(message, world.rank, world.size))
     if message.trace_steps is not None:
-        seed_by_rank(world.rank)
-        listeners.append(ScriptTrace(log, world.rank, world.size, message.trace_steps))
+        _seed(world.rank)
     if message.max_steps is not None:
         listeners.append(AfterSteps(message.max_steps, sys.exit))
     undo = leave_out(message.leave_out)  # first, so that what is left of it is seen
-    events = ScriptEvents(*listeners)
+    events = ScriptEvents(log, *listeners)
     events.install()
     after = {"hvd_trainer.training.trainer": partial(_leave_to_trainer, events, undo)}
     ImportHooks(aliases={}, absent={}, after=after).install()
+
+
+def _seed(rank: int) -> None:
+    """Seed the generators for a script that does not: alike on all engines, and otherwise on each rank."""
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
 
 
 def _leave_to_trainer(events: ScriptEvents, undo: ExitStack, module: ModuleType) -> None:

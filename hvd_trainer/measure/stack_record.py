@@ -41,6 +41,10 @@ class Frame(Struct, frozen=True):
     """library, hvd_trainer or user"""
 
     @property
+    def location(self) -> tuple[str, int]:
+        return self.file, self.line
+
+    @property
     def place(self) -> str:
         return f"{Path(self.file).name}:{self.line}"
 

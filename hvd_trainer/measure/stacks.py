@@ -131,13 +131,9 @@ class StackSampler(Listener):
         self._counts: dict[Stack, StackCount] = {}
         self._step: dict[Stack, tuple[float, float]] = {}
         self._blocks, self._folded = 0, len(self._ends)
-        self._usage, self._children_s = resource.getrusage(resource.RUSAGE_SELF), _children_s()
-        self._machine_s = machine_s()
         self._calls.clear()
         self._loaders.clear()
-        self._queued = self._queued_of_others()
-        self._began = time.perf_counter()
-        self._elements_before = self._elements
+        self._before = self._counters()
 
     def install(self) -> None:
         """See what happens from now on: collectives, the start of loader processes, and the stacks of these."""
@@ -158,7 +154,6 @@ class StackSampler(Listener):
         self._on_trainer, self._uses_gpu = on_trainer, not accelerator.is_host(device)
         # Not in the other thread, where it would be beside steps that count.
         self._switches = SwitchReader()
-        self._switches.find()
         # Only the main thread appends to it, so that it never waits for the other one.
         self._ends, self._skipped = [time.perf_counter()], 0
         self._is_stopped.clear()
@@ -218,10 +213,10 @@ class StackSampler(Listener):
             cpu, queued = main_clocks.since_last()
             gil = min(others_s, max(wall - cpu - queued, 0.0)) if is_late else 0.0
             stack = MAIN, phase, _places(frames[main.ident])
+            del frames
             self._add(stack, wall, cpu, queued, gil)
             spent, waited = self._step.get(stack, (0.0, 0.0))
             self._step[stack] = spent + wall, waited + queued
-            del frames
             self._switches.look()
             if not self._skipped and len(self._ends) > WARMUP_STEPS:
                 self._skipped = len(self._ends) - 1
@@ -237,9 +232,7 @@ class StackSampler(Listener):
             each.close()
 
     def _add(self, stack: Stack, wall: float, cpu: float, queued: float, gil: float = 0.0) -> None:
-        if stack not in self._counts:
-            self._counts[stack] = StackCount(stack[0], stack[1])
-        count = self._counts[stack]
+        count = self._counts.setdefault(stack, StackCount(*stack[:2]))
         count.looks += 1
         count.wall_s += wall
         count.cpu_s += cpu
@@ -273,27 +266,34 @@ class StackSampler(Listener):
         calls = self._calls.counts.copy()  # the main thread may call meanwhile
         for (_, place), call in calls.items():
             call.frame = numbers.setdefault(place, len(numbers))
-        usage = resource.getrusage(resource.RUSAGE_SELF)
+        counted: Any = {name: value - self._before[name] for name, value in self._counters().items()}
         return Record(
+            **counted,
             on_trainer=self._on_trainer,
             uses_gpu=self._uses_gpu,
             blocks=self._blocks,
-            seconds=time.perf_counter() - self._began,
             durations=self._durations,
-            elements=self._elements - self._elements_before,
-            cpu_s=usage.ru_utime + usage.ru_stime - self._usage.ru_utime - self._usage.ru_stime,
-            children_s=_children_s() - self._children_s,
-            machine_s=machine_s() - self._machine_s,
             cores=cpu_ids(),
-            system_s=usage.ru_stime - self._usage.ru_stime,
-            major_faults=usage.ru_majflt - self._usage.ru_majflt,
-            queued_s=self._queued_of_others() - self._queued,
             frames=[describe_frame(*place) for place in numbers],
             stacks=list(self._counts.values()),
             calls=list(calls.values()),
             starts=self._loaders.starts,
             switches=self._switches.read(),
         )
+
+    def _counters(self) -> dict[str, float]:
+        """Return what has been counted since this process began, by the names of the record's fields."""
+        own, children = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        return {
+            "seconds": time.perf_counter(),
+            "elements": self._elements,
+            "cpu_s": own.ru_utime + own.ru_stime,
+            "system_s": own.ru_stime,
+            "major_faults": own.ru_majflt,
+            "children_s": children.ru_utime + children.ru_stime,
+            "machine_s": machine_s(),
+            "queued_s": self._queued_of_others(),
+        }
 
     def _queued_of_others(self) -> float:
         """Return the seconds that the threads of this process, but the sampler, were in the queue for a CPU.
@@ -311,11 +311,6 @@ def machine_s() -> float:
     """Return the CPU time of all programs, so far, on the cores that this process may use."""
     cores, names = psutil.cpu_times(percpu=True), ("user", "nice", "system", "irq", "softirq")
     return sum(getattr(cores[n], name, 0.0) for n in cpu_ids() if n < len(cores) for name in names)
-
-
-def _children_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def slow_from(durations: Sequence[float]) -> float:

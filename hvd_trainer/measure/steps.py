@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from hvd_trainer.measure.listener import End, Listener, Step
 from hvd_trainer.observe.memory import MB, peak_bytes
 from hvd_trainer.observe.phases import PARTS, Clock, Phases
+from hvd_trainer.utils.files import atomic_write
 
 FOLDER, FIRST_STEP = "steps", "first-step"
 MAX_PENDING = 64
@@ -72,7 +74,7 @@ class StepRecorder(Listener):
         if len(self._pending) == MAX_PENDING:
             self._resolve()
 
-    def on_epoch_end(self) -> None:
+    def on_epoch_end(self, record: Mapping[str, Any]) -> None:
         """Assign the time since the last step to no step."""
         if self._phases is not None:
             self._phases.begin()
@@ -87,17 +89,18 @@ class StepRecorder(Listener):
         table = np.array(self._rows, [("samples", int), ("lr", float), ("loss", float), ("skipped", bool)])
         columns: dict[str, Any] = {name: table[name] for name in table.dtype.names or ()}
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(
-            self._file,
-            parts=np.array(PARTS),
-            seconds=np.concatenate(self._seconds),
-            step=np.arange(1, len(table) + 1),
-            first_step_at=self._first_step_at,
-            facts=json.dumps(end.facts),
-            results=json.dumps({"peak_memory_mb": round(peak_bytes(self._device) / MB, 2), **end.results}),
-            weights=end.weights,
-            **columns,
-        )
+        columns |= {
+            "parts": np.array(PARTS),
+            "seconds": np.concatenate(self._seconds),
+            "step": np.arange(1, len(table) + 1),
+            "first_step_at": self._first_step_at,
+            "facts": json.dumps(end.facts),
+            "results": json.dumps({"peak_memory_mb": round(peak_bytes(self._device) / MB, 2), **end.results}),
+            "weights": end.weights,
+        }
+        # At once: a rank that is killed meanwhile leaves no half of a file.
+        with atomic_write(self._file) as temporary, temporary.open("wb") as file:
+            np.savez(file, **columns)
 
     def _mark_first_step(self) -> None:
         """Leave a file whose time tells when the slowest rank has made its first step, however the run ends."""

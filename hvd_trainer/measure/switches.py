@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from weakref import WeakSet
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from hvd_trainer.measure.script_facts import objects_of
 from hvd_trainer.measure.stack_record import Switches
 
 VARIABLES: Mapping[str, tuple[str, ...]] = {
@@ -25,24 +25,20 @@ VARIABLES: Mapping[str, tuple[str, ...]] = {
 
 
 class SwitchReader:
-    """Reads the switches of this process; any thread may."""
+    """Finds parameters and wrapped models among all objects, which takes a while; any thread may look and read."""
 
     def __init__(self) -> None:
         self._looks, self._anomalies = 0, 0
         self._elements, self._doubles = 0, 0
         self._searching: WeakSet[Any] = WeakSet()
         self._unused = False
-
-    def find(self) -> None:
-        """Find the parameters and wrapped models among all objects; it takes a while."""
-        # Not by isinstance, for which some proxies among all objects compute their class, and warn.
-        for candidate in gc.get_objects():
-            if issubclass(type(candidate), DistributedDataParallel):
-                if candidate.find_unused_parameters and not candidate.static_graph:
-                    self._searching.add(candidate)
-            elif type(candidate) is torch.nn.Parameter and candidate.requires_grad:
-                self._elements += candidate.numel()
-                self._doubles += candidate.numel() if candidate.dtype == torch.float64 else 0
+        for one in objects_of(DistributedDataParallel, torch.nn.Parameter):
+            if isinstance(one, DistributedDataParallel):
+                if one.find_unused_parameters and not one.static_graph:
+                    self._searching.add(one)
+            elif type(one) is torch.nn.Parameter and one.requires_grad:
+                self._elements += one.numel()
+                self._doubles += one.numel() if one.dtype == torch.float64 else 0
 
     def look(self) -> None:
         """Take note of what is on at this moment."""

@@ -9,14 +9,11 @@ step waits for the device, and all tensors are copied, hashed and written.
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +22,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from hvd_trainer.data import Batch
-from hvd_trainer.utils.files import atomic_write
 from hvd_trainer.utils.tensors import parameters_of
 
 FOLDER = "trace"
@@ -41,19 +37,31 @@ RATES = ("params", "lr", "initial_lr")
 """Entries of a parameter group that are no constant setting: the learning rate is written for each step."""
 
 Tensors = Mapping[str, Tensor]
+Models = Sequence[tuple[nn.Module, Callable[[str], str]]]
+"""Models that are trained, each with what makes a name of one in it a name in all of them."""
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """The parameters, buffers and modules of a model, by name."""
+    """The parameters, buffers and modules of all models that are trained, by name."""
 
     parameters: Tensors
     buffers: Tensors
     modules: Mapping[str, nn.Module]
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelParts:
-        return cls(dict(model.named_parameters()), dict(model.named_buffers()), dict(model.named_modules()))
+    def of(cls, models: Models, optimizer: Optimizer) -> ModelParts:
+        """Return those of the models; parameters that are in none are called by their number in the optimizer."""
+        parameters: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
+        modules: dict[str, nn.Module] = {}
+        for model, name_of in models:
+            parameters |= {name_of(name): tensor for name, tensor in model.named_parameters()}
+            buffers |= {name_of(name): tensor for name, tensor in model.named_buffers()}
+            modules |= {name_of(name): module for name, module in model.named_modules()}
+        named = set(parameters.values())
+        rest = {f"parameter {n}": p for n, p in enumerate(parameters_of(optimizer)) if p not in named}
+        return cls(parameters | rest, buffers, modules)
 
     def describe(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return what `parity` must know of a model and its optimizer to find causes."""
@@ -84,83 +92,11 @@ class ModelParts:
     def _optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         """Yield the optimizer's state of each parameter, by names such as `fc1.weight/exp_avg`."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
-        for number, parameter in enumerate(parameters_of(optimizer)):
+        for parameter in parameters_of(optimizer):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor | int | float):
                     tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-                    yield f"{names.get(parameter, f'parameter {number}')}/{key}", tensor
-
-
-class TraceWriter:
-    """Writes the trace of one rank.
-
-    Args:
-        log: the log folder, on this rank's node.
-        rank, size: of this process, and of all.
-        steps: that are traced.
-    """
-
-    def __init__(self, log: Path, rank: int, size: int, steps: int) -> None:
-        self._log, self._folder = log, log / FOLDER / f"rank-{rank}"
-        self._rank, self._size, self._steps = rank, size, steps
-        self._stride = 1
-
-    def begin(
-        self,
-        step: int,
-        parts: ModelParts,
-        optimizer: Optimizer,
-        state: Mapping[str, Tensors],
-        facts: Mapping[str, Any],
-        group: Sequence[int] | None = None,
-    ) -> None:
-        """Begin a trace, over an earlier one.
-
-        Args:
-            step: steps done before.
-            parts: of the model.
-            optimizer: that updates it.
-            state: of both before the first step.
-            facts: of what is traced.
-            group: the ranks with the same part of the model; None: all.
-
-        Raises:
-            OSError: the folder cannot be written to.
-        """
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
-        self._folder.with_suffix(".jsonl").write_text("")
-        self._stride = stride(
-            [*parts.parameters.values(), *parts.buffers.values()], (self._steps + 1) * self._size
-        )
-        group = range(self._size) if group is None else group
-        place = {
-            "rank": self._rank,
-            "size": self._size,
-            "copy": group.index(self._rank),  # of the model
-            "copies": len(group),
-            "stride": self._stride,
-        }
-        self.write("start", step, {**place, **parts.describe(optimizer)}, **state)
-        if self._rank == 0:
-            (self._log / FACTS).write_text(json.dumps(facts, indent=1, default=str) + "\n")
-
-    def write(self, event: str, step: int, figures: Mapping[str, Any], **kinds: Tensors) -> None:
-        """Write a moment: its figures as a line, with the checksums of its tensors, and a file of their values."""
-        # Imported here, since most runs trace nothing and the import takes time.
-        from safetensors.torch import save_file
-
-        checksums = {kind: {name: checksum(t) for name, t in tensors.items()} for kind, tensors in kinds.items()}
-        values = {
-            f"{kind}/{name}": subsample(tensor, self._stride)
-            for kind, tensors in kinds.items()
-            for name, tensor in tensors.items()
-        }
-        with atomic_write(self._folder / f"{event}-{step}.safetensors") as temporary:
-            save_file(values, temporary)
-        # Closed after each line, so that a run that fails leaves whole lines.
-        with self._folder.with_suffix(".jsonl").open("a") as lines:
-            lines.write(json.dumps({"event": event, "step": step, **figures, "checksums": checksums}) + "\n")
+                    yield f"{names[parameter]}/{key}", tensor
 
 
 def draws(module: nn.Module) -> bool:

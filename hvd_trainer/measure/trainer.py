@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
+
+from torch.optim import Optimizer
 
 from hvd_trainer.backends import StepResult
 from hvd_trainer.config.options import TrainerOptions
@@ -17,7 +18,6 @@ from hvd_trainer.measure.listener import End, Listener, Step
 from hvd_trainer.measure.message import BACKEND, Message
 from hvd_trainer.measure.recorders import recorders
 from hvd_trainer.measure.script_facts import digest
-from hvd_trainer.measure.trainer_trace import TrainerTrace
 from hvd_trainer.observe.callback import Observer, RunView
 from hvd_trainer.observe.summary import facts
 
@@ -64,11 +64,11 @@ def obey(message: Message, options: TrainerOptions) -> TrainerOptions:
     return with_values(options, {**changes, **message.options})
 
 
-def observers(message: Message, rank: int, size: int) -> Iterator[Observer]:
-    """Yield the observers that record what the message asks for."""
-    yield TrainerEvents(*recorders(message, rank))
-    if message.trace_steps is not None:
-        yield TrainerTrace(Path(message.log_dir), rank, size, message.trace_steps)
+def observer(message: Message, rank: int, size: int) -> TrainerEvents:
+    """Return the observer that records what the message asks for."""
+    events = TrainerEvents(*recorders(message, rank, size))
+    events.needs_norm = message.trace_steps is not None
+    return events
 
 
 class TrainerEvents(Observer):
@@ -84,12 +84,15 @@ class TrainerEvents(Observer):
         """Tell the listeners what happens while the context is open."""
         activity = run.backend.activity.listeners
         self._samples = run.progress.samples
+        hook = run.optimizer.register_step_pre_hook(self._before_update)
         for listener in self._listeners:
+            listener.on_run(run)
             listener.on_start(run.device, on_trainer=True)
             activity.append(listener.on_phase)
         try:
             yield
         finally:
+            hook.remove()
             for listener in self._listeners:
                 activity.remove(listener.on_phase)
                 listener.stop()
@@ -104,19 +107,31 @@ class TrainerEvents(Observer):
         for listener in self._listeners:
             listener.on_end(End(work, self._results, weights))
 
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        for listener in self._listeners:
+            listener.before_update(optimizer)
+
     def on_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
             for listener in self._listeners:
-                listener.on_batch(batch, batches)
+                listener.on_batch(batch, self)
             yield batch
 
     def on_step_end(self, run: RunView, result: StepResult) -> None:
-        step = Step(run.progress.samples - self._samples, run.rate.last, result.losses, result.skipped)
+        step = Step(
+            samples=run.progress.samples - self._samples,
+            lr=run.rate.last,
+            losses=result.losses,
+            skipped=result.skipped,
+            passes=run.plan.passes,
+            weights=result.weights,
+            grad_norm=result.grad_norm,
+        )
         self._samples = run.progress.samples
         for listener in self._listeners:
             listener.on_step_end(step)
 
     def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
         for listener in self._listeners:
-            listener.on_epoch_end()
+            listener.on_epoch_end(record)
         self._results = {name: record[name] for name in RESULTS if name in record}

@@ -22,7 +22,7 @@ from hvd_trainer.data import Loader, LoaderPlan, make_loader
 from hvd_trainer.errors import OptionError
 from hvd_trainer.faults.preemption import Requeue
 from hvd_trainer.measure.message import Message
-from hvd_trainer.measure.trainer import observers
+from hvd_trainer.measure.trainer import observer
 from hvd_trainer.observe.callback import Callback, Observer
 from hvd_trainer.observe.first_step import FirstStep
 from hvd_trainer.observe.memory import PeakMemory
@@ -161,7 +161,7 @@ class _RunBuilder:
         if measure.profile_steps is not None and log_dir is not None:
             yield Profile(self._backend, log, log_dir, measure.profile_steps, measure.profile_skip)
         if self._message is not None:
-            yield from observers(self._message, self._backend.world.rank, self._backend.world.size)
+            yield observer(self._message, self._backend.world.rank, self._backend.world.size)
 
     def _build_loader(self, data: Any, *, shuffle: bool) -> Loader:
         train = self._options.train

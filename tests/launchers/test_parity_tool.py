@@ -17,7 +17,7 @@ from torch import nn
 
 from hvd_trainer.measure.listener import Step
 from hvd_trainer.measure.message import Message
-from hvd_trainer.measure.script_trace import ScriptTrace
+from hvd_trainer.measure.trace import Trace as Recorder
 from hvd_trainer.tools.parity.causes import find_causes
 from hvd_trainer.tools.parity.comparison import Pair
 from hvd_trainer.tools.parity.report import details, verdict
@@ -218,16 +218,15 @@ def test_step_takes_the_batch_that_was_fetched_first(tmp_path: Path) -> None:
     batches = [torch.full((2, 2), float(n)) for n in range(5)]
 
     def traced(name: str, steps: Sequence[Sequence[tuple[int, nn.Module]]]) -> Trace:
-        trace = ScriptTrace(tmp_path / name, 0, 1, 3)
+        trace = Recorder(tmp_path / name, 0, 1, 3)
         for fetched in steps:
             for number, loader in fetched:
                 trace.on_batch(batches[number], loader)
             loss = model(torch.ones(1, 2)).sum()
-            trace.on_backward(loss)
             loss.backward()
-            trace.before_step(optimizer)
+            trace.before_update(optimizer)
             optimizer.step()
-            trace.on_step_end(Step(2, 0.1))
+            trace.on_step_end(Step(2, 0.1, (loss.detach(),)))
         written = read_trace("ddp", tmp_path / name)
         assert written is not None
         return written

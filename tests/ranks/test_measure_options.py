@@ -242,7 +242,7 @@ def test_stacks_of_a_trainer_under_run_are_sampled_by_one_sampler(tmp_path: Path
     job.write_text(text)
     said = measured(tmp_path / "log", (str(job), "--max-steps", "20"), ranks=1, sample_stacks=True)
     assert "hooks: 1" in said
-    (profile,) = read_profiles(tmp_path / "log")
+    (profile,) = read_profiles(tmp_path / "log", 1)
     assert profile.on_trainer
     assert 0 < profile.steps <= 20
 

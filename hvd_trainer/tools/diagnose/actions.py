@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,14 @@ MAX_MEMORY_SHARE = 0.45
 """Fraction of the memory that a job may use for its batch to be doubled."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Action:
     """A change to try."""
 
-    cause: str
+    cause: Cause
     text: str
     """what to type or do"""
+    _: KW_ONLY
     speed: float = 1.0
     """the samples per second to expect, as a multiple of now; 1: nobody knows"""
     low: float = 1.0
@@ -102,7 +103,7 @@ def _action(cause: Cause, evidence: Evidence, text: str, saved: float | None = N
         return step / max(step - min(max(seconds, 0.0), limit), 1e-9)
 
     low, high = speed(all_s - SIGMAS * error), speed(all_s + SIGMAS * error)
-    return Action(cause=cause.kind, text=text, speed=speed(all_s), low=low, high=high, **further)
+    return Action(cause, text, speed=speed(all_s), low=low, high=high, **further)
 
 
 def _max_saved(cause: Cause, evidence: Evidence) -> float:
@@ -121,47 +122,44 @@ def _at(cause: Cause) -> str:
     return str(cause.line or cause.details.get("where") or "the line")
 
 
-def _workers(cause: Cause, evidence: Evidence, count: int, saved: float, why: str) -> Action:
-    if evidence.facts.get("has_own_loader"):
-        return _action(cause, evidence, f"more threads or processes in the data's own loader: {why}", saved)
-    if not evidence.is_trainer_job:
-        return _action(cause, evidence, f"num_workers={count} in the DataLoader: {why}", saved)
-    now = evidence.facts.get("workers")
-    text = f"--workers {count}: {why}{'' if now is None else f' (now {now})'}"
-    return _action(cause, evidence, text, saved, words=("--workers", str(count)))
-
-
-def _about_waiting_data(cause: Cause, evidence: Evidence) -> Iterator[Action]:
-    if evidence.facts.get("in_memory"):
+def _about_data(cause: Cause, evidence: Evidence) -> Iterator[Action]:
+    facts, where, waits = evidence.facts, _at(cause), cause.kind == "data waits"
+    workers = facts.get("workers")
+    free = evidence.free_cores / evidence.ranks
+    if waits and facts.get("in_memory"):
         text = (
             "the data is in memory, so that its time goes into taking batches from it and into its transform, if "
             "it has one: make that cheaper, or do once what it does again for each batch"
         )
         yield _action(cause, evidence, text)
         return
-    now = max(1, evidence.facts.get("workers") or evidence.profiles[0].processes)
-    # A worker for as long as a sample takes longer to fetch than to train on. Rounded: versions of Python differ
-    # in the last bits of a sum.
-    ratio = round(cause.seconds / max(evidence.step_s - cause.seconds, 1e-9), 6)
-    count = min(now * (1 + math.ceil(ratio)), max(MAX_WORKERS, 2 * now))
-    waits = "it waits" if evidence.facts.get("has_own_loader") else "that many processes per rank wait"
-    why = f"{waits} for data while the rank trains, at {_at(cause)}"
-    yield _workers(cause, evidence, count, cause.seconds * (1 - now / count), why)
-
-
-def _about_computing_data(cause: Cause, evidence: Evidence) -> Iterator[Action]:
-    free = evidence.free_cores / evidence.ranks
-    if free >= MIN_FREE_CORES and not evidence.facts.get("in_memory"):
-        count = (evidence.facts.get("workers") or 0) + max(1, math.floor(free + 0.3))
-        saved = min(cause.seconds * (1 - 1 / (1 + free)), evidence.step_s * MAX_SAVED)
-        why = f"{plural(round(free * evidence.ranks), 'core')} are free to compute data in, at {_at(cause)}"
-        yield _workers(cause, evidence, count, saved, why)
+    if not waits and (free < MIN_FREE_CORES or facts.get("in_memory")):
+        text = (
+            f"make {where} cheaper, or store its results: it computes, and none of "
+            f"{plural(evidence.cores, 'core')} is free for loader processes"
+        )
+        yield _action(cause, evidence, text)
         return
-    text = (
-        f"make {_at(cause)} cheaper, or store its results: it computes, and none of "
-        f"{plural(evidence.cores, 'core')} is free for loader processes"
-    )
-    yield _action(cause, evidence, text)
+    if waits:
+        now = max(1, workers or evidence.profiles[0].processes)
+        # One for as long as a sample takes longer to fetch than to train on. Rounded: versions of Python differ
+        # in the last bits of a sum.
+        ratio = round(cause.seconds / max(evidence.step_s - cause.seconds, 1e-9), 6)
+        count = min(now * (1 + math.ceil(ratio)), max(MAX_WORKERS, 2 * now))
+        saved = cause.seconds * (1 - now / count)
+        who = "it waits" if facts.get("has_own_loader") else "that many processes per rank wait"
+        why = f"{who} for data while the rank trains, at {where}"
+    else:
+        count = (workers or 0) + max(1, math.floor(free + 0.3))
+        saved = min(cause.seconds * (1 - 1 / (1 + free)), evidence.step_s * MAX_SAVED)
+        why = f"{plural(round(free * evidence.ranks), 'core')} are free to compute data in, at {where}"
+    if facts.get("has_own_loader"):
+        yield _action(cause, evidence, f"more threads or processes in the data's own loader: {why}", saved)
+    elif not evidence.is_trainer_job:
+        yield _action(cause, evidence, f"num_workers={count} in the DataLoader: {why}", saved)
+    else:
+        text = f"--workers {count}: {why}{'' if workers is None else f' (now {workers})'}"
+        yield _action(cause, evidence, text, saved, words=("--workers", str(count)))
 
 
 def _about_overlap(cause: Cause, evidence: Evidence) -> Iterator[Action]:
@@ -213,60 +211,53 @@ def _about_exchange(cause: Cause, evidence: Evidence) -> Iterator[Action]:
 def _about_contention(cause: Cause, evidence: Evidence) -> Iterator[Action]:
     cores, ranks = evidence.cores, evidence.ranks
     threads, workers = evidence.threads, max(profile.processes for profile in evidence.profiles)
-    one = evidence.figure(ONE_THREAD)
+    waiting = f"on {plural(cores, 'core')}, and wait for each other's turn"
     if threads > 1 and threads * ranks > cores:
+        one = evidence.figure(ONE_THREAD)
         text = (
             f"OMP_NUM_THREADS=1, or --threads 1: {ranks} ranks with {threads} threads each are {threads * ranks} "
-            f"on {plural(cores, 'core')}, and wait for each other's turn"
+            f"{waiting}"
         )
         saved = cause.seconds if one is None else evidence.step_s - one[0]
         yield _action(cause, evidence, text, saved, threads=1)
-    elif ranks > cores:
+        return
+    text = (
+        "OMP_NUM_THREADS=1, or --threads 1, if the ranks have more threads than that; else they share the "
+        "cores, caches and memory of this machine, where fewer ranks or a larger batch may help"
+    )
+    if ranks > cores:
         text = f"-np {cores}: {ranks} ranks share {plural(cores, 'core')}, and none of them is faster for it"
-        yield Action(cause=cause.kind, text=text)
     elif workers and ranks * (1 + workers) > cores:
         option = "--workers" if evidence.is_trainer_job else "num_workers"
         text = (
             f"fewer loader processes ({option}): {ranks} ranks with {workers} each are {ranks * (1 + workers)} "
-            f"processes on {plural(cores, 'core')}, and wait for each other's turn"
+            f"processes {waiting}"
         )
-        yield Action(cause=cause.kind, text=text)
-    else:
-        text = (
-            "OMP_NUM_THREADS=1, or --threads 1, if the ranks have more threads than that; else they share the "
-            "cores, caches and memory of this machine, where fewer ranks or a larger batch may help"
-        )
-        yield Action(cause=cause.kind, text=text)
+    yield Action(cause, text)
 
 
 def _about_collective(cause: Cause, evidence: Evidence) -> Iterator[Action]:
     calls, size, where = cause.details["calls"], cause.details["bytes"], _at(cause)
     if "barrier" in cause.details["function"]:
-        text = (
-            f"{where}: leave this barrier out, unless files or devices need it: every exchange waits for all ranks"
-        )
-        yield Action(cause=cause.kind, text=text)
+        text = "leave this barrier out, unless files or devices need it: every exchange waits for all ranks"
+        yield Action(cause, f"{where}: {text}")
         return
-    saved = None
-    if evidence.line is not None and calls:
-        # By itself, on ranks that are there at the same time, it takes no longer than this.
-        saved = min(cause.seconds, sum(evidence.line.parts(calls * size, calls)))
-        together = sum(evidence.line.parts(calls * size, 1)) if calls > 1 else 0.0
-        saved = max(0.0, saved - together)
+    text = (
+        f"{where}: do this every few steps only: add up on each rank, and exchange the sum, several values as one "
+        f"tensor"
+    )
     if calls > MANY_CALLS:
         text = (
             f"{where}: send them as one tensor, not {calls:.3g} a step (torch.cat, or DistributedDataParallel if "
             f"they are gradients)"
         )
-    else:
-        text = (
-            f"{where}: do this every few steps only: add up on each rank, and exchange the sum, several values "
-            f"as one tensor"
-        )
-    if saved is None:
-        yield Action(cause=cause.kind, text=text)
-    else:
-        yield _action(cause, evidence, text, saved)
+    if evidence.line is None or not calls:
+        yield Action(cause, text)
+        return
+    # By itself, on ranks that are there at the same time, it takes no longer than this.
+    saved = min(cause.seconds, sum(evidence.line.parts(calls * size, calls)))
+    together = sum(evidence.line.parts(calls * size, 1)) if calls > 1 else 0.0
+    yield _action(cause, evidence, text, max(0.0, saved - together))
 
 
 def _about_overhead(cause: Cause, evidence: Evidence) -> Iterator[Action]:
@@ -283,8 +274,8 @@ def _about_overhead(cause: Cause, evidence: Evidence) -> Iterator[Action]:
 
 
 MAKERS: dict[str, Callable[[Cause, Evidence], Iterator[Action]]] = {
-    "data waits": _about_waiting_data,
-    "data computes": _about_computing_data,
+    "data waits": _about_data,
+    "data computes": _about_data,
     "overlap": _about_overlap,
     "exchange": _about_exchange,
     "contention": _about_contention,

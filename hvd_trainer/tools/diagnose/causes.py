@@ -33,19 +33,8 @@ from hvd_trainer.tools.diagnose.evidence import (
     ms,
 )
 from hvd_trainer.tools.diagnose.own_code import of_collectives, of_lone, of_starts, starts_s
-from hvd_trainer.tools.diagnose.profile import (
-    LONE,
-    START,
-    WAITING,
-    Blame,
-    RankProfile,
-    Seconds,
-    Stack,
-    blame,
-    hottest_line,
-    library_line,
-    user_frames,
-)
+from hvd_trainer.tools.diagnose.profile import Blame, RankProfile, Seconds, Stack, hottest_line, library_line
+from hvd_trainer.tools.diagnose.roles import LONE, START, WAITING
 from hvd_trainer.utils.text import plural
 
 ROLES = ("data", "loss", "backward", "update", "metric", "callback", "script", "own forward", "model")
@@ -109,11 +98,6 @@ def _sum(causes: Sequence[Cause], *kinds: str) -> float:
     return sum(cause.seconds for cause in causes if cause.kind in kinds)
 
 
-def _blocked(cost: Seconds) -> float:
-    """Return the fraction of its own time in which it waits."""
-    return cost.blocked / max(cost.own, 1e-9)
-
-
 def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[Cause]:
     """Yield what all ranks spend outside of the exchange, and of the model what they wait in it.
 
@@ -126,53 +110,54 @@ def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[C
         costs = [table[role] for table in evidence.tables]
         rank = argmax([-cost.own for cost in costs])
         profile, cost = evidence.profiles[rank], costs[rank]
-        line = blame(profile, role)
+        line = _line(profile, role)
+        in_lines = line.seconds if line else 0.0
         seconds, kind, about = cost.own, role, ""
         if role == "own forward":
             # What it computes is the training itself; what it waits can be taken out of the step.
-            is_waiting = _blocked(cost) > 0.5
-            kind, seconds = ("script", cost.blocked) if is_waiting else ("computing", cost.own)
-            seconds = min(seconds, line.seconds if line else 0.0)
-        if role in ("backward", "model") or (role == "script" and line is not None):
-            seconds = min(cost.blocked if role == "model" else seconds, line.seconds if line else 0.0)
+            kind, seconds = ("script", cost.blocked) if cost.waits else ("computing", cost.own)
+        elif role == "model":
+            seconds = cost.blocked
+        if role in ("own forward", "model", "backward") or (role == "script" and line is not None):
+            seconds = min(seconds, in_lines)
         if is_swapping and role != "data":
             seconds = min(seconds, cost.cpu * (1 - profile.in_kernel))
         is_own = line is not None or role == "data"
         if role in ("loss", "update", "metric") and line is not None and line.frame.call.endswith(CALLS):
             is_own = False  # the script's own optimizer.step(), say
-        is_own &= kind != "computing"
-        if seconds < limit * (1 if is_own else MIN_LIBRARY_SHARE / MIN_SHARE):
+        if seconds < limit * (1 if is_own and kind != "computing" else MIN_LIBRARY_SHARE / MIN_SHARE):
             continue
-        where: object = line or library_line(profile, role) or role
+        where: object = line or library_line(profile.main(role)) or role
         if role == "data":
-            fetching = _worker_seconds(profile) if profile.workers else cost
+            fetching, about = _fetching(profile, cost)
             kind = "data computes" if fetching.cpu > 0.5 * fetching.own else "data waits"
             line = _worker_line(profile) or line
-            where, about = line or "the DataLoader", _about_data(profile, fetching)
-        how = "waits" if _blocked(cost) > 0.5 else "computes"
+            where = line or "the DataLoader"
+        how = "waits" if cost.waits else "computes"
         text = f"{ms(seconds)} of {ms(evidence.step_s)} ms: {where}; it {how} (CPU time {ms(cost.cpu)} ms){about}"
         saved_s = seconds / 2 if role == "update" and line is None else seconds
         yield Cause(kind, seconds, cost.error, text, line, details={"where": str(where), "saved_s": saved_s})
 
 
-def _about_data(profile: RankProfile, fetching: Seconds) -> str:
-    text = ""
-    if profile.workers:
-        count = plural(profile.processes, "loader process", "loader processes")
-        text = f"; {count}: {fetching.cpu / max(fetching.own, 1e-9):.0%} of a fetch is CPU time"
-    if profile.major_faults:
-        text += f"; {profile.major_faults / profile.steps:.1f} page faults from the disk a step"
-    return text
-
-
-def _worker_seconds(profile: RankProfile) -> Seconds:
-    """Return the seconds that the loader's processes spend in the user's code."""
-    worker = RankProfile(profile.workers)
-    return sum((worker.seconds_of(stack) for stack in worker.main() if user_frames(stack)), Seconds())
+def _line(profile: RankProfile, role: str) -> Blame | None:
+    return hottest_line(profile.main(role))
 
 
 def _worker_line(profile: RankProfile) -> Blame | None:
-    return blame(RankProfile(profile.workers), WORKER) if profile.workers else None
+    """Return the hottest line of the loader's processes; None if there are none."""
+    return _line(profile.loading, WORKER) if profile.loading is not None else None
+
+
+def _fetching(profile: RankProfile, cost: Seconds) -> tuple[Seconds, str]:
+    """Return what fetching a batch takes in the user's code, and words on it."""
+    text = ""
+    if profile.loading is not None:
+        cost = sum((stack.typical for stack in profile.loading.main() if stack.user_frames()), Seconds())
+        count = plural(profile.processes, "loader process", "loader processes")
+        text = f"; {count}: {cost.cpu / max(cost.own, 1e-9):.0%} of a fetch is CPU time"
+    if profile.major_faults:
+        text += f"; {profile.major_faults:.1f} page faults from the disk a step"
+    return cost, text
 
 
 def _of_stragglers(evidence: Evidence, limit: float) -> Iterator[Cause]:
@@ -193,19 +178,18 @@ def _of_stragglers(evidence: Evidence, limit: float) -> Iterator[Cause]:
         return
     role = max(excess, key=excess.__getitem__)
     profile, cost = evidence.profiles[slowest], tables[slowest][role]
-    line = (_worker_line(profile) if role == "data" else None) or blame(profile, role)
+    line = (_worker_line(profile) if role == "data" else None) or _line(profile, role)
     others_s = mean(busy[rank] for rank in others)
     text = f"rank {slowest} takes {ms(busy[slowest])} ms of its own a step, the others {ms(others_s)}"
-    per_step = [p.elements / p.steps for p in evidence.profiles]
-    usual = mean(per_step[rank] for rank in others)
+    usual = mean(evidence.profiles[rank].elements for rank in others)
     is_alone = excess[role] > 0.5 * sum(value for value in excess.values() if value > 0)
     at_line = f"; {ms(excess[role])} ms more at {line}" if line is not None and is_alone else ""
     details: dict[str, Any] = {}
-    if usual and per_step[slowest] > MIN_MORE * usual:
-        kind, ratio = "more work", per_step[slowest] / usual
+    if usual and profile.elements > MIN_MORE * usual:
+        kind, ratio = "more work", profile.elements / usual
         details = {"ratio": ratio, "saved_s": seconds * len(others) / evidence.ranks}
         text += f"; its batches have {ratio:.3g} times as many elements"
-    elif at_line and (role != "model" or _blocked(cost) > 0.5):
+    elif at_line and (role != "model" or cost.waits):
         kind, details = "slow line", {"role": role}
         text += at_line
     else:
@@ -228,12 +212,12 @@ def _of_gil(evidence: Evidence) -> Iterator[Cause]:
     profile, seconds = evidence.profiles[rank], gils[rank]
     threads: dict[str, list[Stack]] = defaultdict(list)
     for stack in profile.stacks:
-        if stack.raw.thread != MAIN:
-            threads[stack.raw.thread].append(stack)
+        if stack.thread != MAIN:
+            threads[stack.thread].append(stack)
     if not threads:
         return
-    thread = max(threads, key=lambda name: sum(stack.raw.cpu_s for stack in threads[name]))
-    line = hottest_line(threads[thread], profile)
+    thread = max(threads, key=lambda name: sum(stack.whole.cpu for stack in threads[name]))
+    line = hottest_line(threads[thread])
     text = (
         f"the main thread of rank {rank} waits {ms(seconds)} of {ms(evidence.step_s)} ms for the GIL, which the "
         f"thread {thread!r} has: {line}"
@@ -251,7 +235,7 @@ def _of_limits(evidence: Evidence) -> Iterator[Cause]:
         text = f"the hypervisor gave {machine.stolen:.1f} of {plural(evidence.cores, 'core')} to other machines"
         seconds = machine.stolen / evidence.cores * evidence.step_s
         yield Cause("stolen", seconds, COUNTED_ERROR * seconds, text)
-    faults = max(profile.major_faults / profile.steps for profile in evidence.profiles)
+    faults = max(profile.major_faults for profile in evidence.profiles)
     if machine.swapped_pages > MIN_SWAPPED and faults >= 1:
         seconds = max(
             sum(
@@ -296,27 +280,23 @@ def _of_hiccups(evidence: Evidence) -> Iterator[Cause]:
     """Yield what slow steps take beyond typical ones."""
     # The start of loader processes makes slow steps, too, but is a cause of its own.
     seconds = mean(max(0.0, profile.hiccups_s - starts_s(profile)) for profile in evidence.profiles)
-    slow: list[dict[str, float]] = []
-    for profile in evidence.profiles:
-        slow.append(defaultdict(float))
+    slow: list[dict[str, float]] = [defaultdict(float) for _ in evidence.profiles]
+    for table, profile in zip(slow, evidence.profiles, strict=True):
         for stack in profile.main():
-            if stack.role not in (LONE, START):
-                slow[-1][stack.role] += profile.slow_s(stack)
+            table[stack.role] += stack.slow.wall
     # The rank that is to blame is the one that does not wait for others meanwhile.
-    rank = argmax([sum(value for role, value in each.items() if role not in WAITING) for each in slow])
-    profile = evidence.profiles[rank]
+    others = (*WAITING, LONE, START)
+    rank = argmax([sum(value for role, value in table.items() if role not in others) for table in slow])
+    profile, table = evidence.profiles[rank], slow[rank]
     if not profile.slow:
         return
-    role = max((key for key in slow[rank] if key not in WAITING), key=slow[rank].__getitem__, default="exchange")
-    own = [
-        stack for stack in profile.main() if stack.role not in (*WAITING, LONE, START) and profile.slow_s(stack)
-    ]
-    lone = sum(profile.slow_s(stack) for stack in profile.main() if stack.role == LONE) / profile.steps
-    seconds = max(0.0, seconds - lone)
+    role = max((role for role in table if role not in others), key=table.__getitem__, default="exchange")
+    own = [stack for stack in profile.main() if stack.role not in others and stack.slow.wall]
+    seconds = max(0.0, seconds - table[LONE])
     if role == "data" and starts_s(profile):
         return  # the batches after a start are late
-    line, period = hottest_line(own, profile, slow=True), _period(profile)
-    if period is None and not any(user_frames(stack) for stack in own if stack.role == role):
+    line, period = hottest_line(own, "slow"), _period(profile)
+    if period is None and not any(stack.user_frames() for stack in own if stack.role == role):
         return  # the machine's own, such as other programs' time slices
     size_s = profile.hiccups_s * profile.steps / len(profile.slow)
     often = f"every {period:.0f} steps" if period else "now and then"

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from hvd_trainer.tools.diagnose.machine_use import MachineUse
-from hvd_trainer.tools.diagnose.profile import WAITING, Blame, RankProfile, Seconds
+from hvd_trainer.tools.diagnose.profile import Blame, RankProfile, Seconds
+from hvd_trainer.tools.diagnose.roles import WAITING
 
 NORMAL, NO_EXCHANGE = "normal", "without exchange"
 ALONE, TWICE, ONE_THREAD = "one rank alone", "alone, twice the batch", "one thread per rank"

@@ -11,7 +11,8 @@ from pathlib import Path
 from hvd_trainer.measure.formats import render_page
 from hvd_trainer.measure.report import Picture
 from hvd_trainer.measure.stack_record import Frame
-from hvd_trainer.tools.diagnose.profile import LONE, START, RankProfile, Stack
+from hvd_trainer.tools.diagnose.profile import RankProfile, Stack
+from hvd_trainer.tools.diagnose.roles import LONE, START
 
 DRAWING = Path(__file__).with_name("flame_graph.html.j2")
 ROW = 22
@@ -69,10 +70,10 @@ def nested_boxes(profile: RankProfile, *, folded: bool = False) -> Box:
         if stack.frames and stack.frames[-1].call and (not folded or stack.frames[-1].owner == "user"):
             labels.append((stack.frames[-1].call, "library"))
         box = root
-        box.seconds += stack.raw.wall_s / profile.steps
+        box.seconds += stack.whole.wall
         for label, owner in labels:
             box = box.called.setdefault(label, Box(label, owner))
-            box.seconds += stack.raw.wall_s / profile.steps
+            box.seconds += stack.whole.wall
     return root
 
 

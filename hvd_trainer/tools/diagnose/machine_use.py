@@ -14,10 +14,12 @@ import psutil
 
 from hvd_trainer.measure.machine import cpu_control_groups, read_text
 from hvd_trainer.tools.diagnose.profile import RankProfile
+from hvd_trainer.utils.process import cpu_ids
 
 MIN_CORES = 0.1
 """Cores that a program must have used to be named."""
-VMSTAT, PAGES = Path("/proc/vmstat"), ("pswpin", "pswpout")
+PAGE = 4096
+"""Bytes of a page, by which psutil multiplies what the kernel counts."""
 THROTTLED = {"throttled_usec": 1e-6, "throttled_time": 1e-9}
 """Names in cpu.stat, and their units in seconds."""
 
@@ -31,7 +33,7 @@ class MachineUse:
     programs: Mapping[str, float] = field(default_factory=dict)
     """the cores of each that was there the whole time, by its name"""
     stolen: float = 0.0
-    """cores that the hypervisor gave to other machines"""
+    """cores, of those that this process may use, that the hypervisor gave to other machines"""
     throttled: float = 0.0
     """fraction of the time in which a limit (cgroup) stopped the run"""
     swapped_pages: int = 0
@@ -49,13 +51,13 @@ class MachineWatch:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._programs = _cpu_of_programs()
-        self._cpu = psutil.cpu_times()
-        self._throttled, self._pages = _throttled_s(), _swapped_pages()
+        self._counted = _throttled_s(), _stolen_s(), _swapped_pages()
 
     def end(self) -> MachineUse:
         """Return what was at work since the beginning, but for `other_cores`, which the ranks tell."""
         seconds = max(time.monotonic() - self._began, 1e-3)
-        cpu = psutil.cpu_times()
+        counted = _throttled_s(), _stolen_s(), _swapped_pages()
+        throttled, stolen, pages = (now - before for now, before in zip(counted, self._counted, strict=True))
         cores = {
             f"{name} (process {key[0]})": (used - self._programs[key][1]) / seconds
             for key, (name, used) in _cpu_of_programs().items()
@@ -63,9 +65,9 @@ class MachineWatch:
         }
         return MachineUse(
             programs={name: number for name, number in cores.items() if number >= MIN_CORES},
-            stolen=(getattr(cpu, "steal", 0.0) - getattr(self._cpu, "steal", 0.0)) / seconds,
-            throttled=(_throttled_s() - self._throttled) / seconds,
-            swapped_pages=_swapped_pages() - self._pages,
+            stolen=stolen / seconds,
+            throttled=throttled / seconds,
+            swapped_pages=int(pages),
         )
 
 
@@ -100,6 +102,12 @@ def _name(process: psutil.Process) -> str:
     return name
 
 
+def _stolen_s() -> float:
+    """Return the seconds that the hypervisor gave to other machines, of the cores that this process may use."""
+    cores = psutil.cpu_times(percpu=True)
+    return sum(getattr(cores[n], "steal", 0.0) for n in cpu_ids() if n < len(cores))
+
+
 def _throttled_s() -> float:
     """Return the seconds for which a limit has stopped this process's control group, by cgroup 2 or cgroup 1."""
     for folder in reversed(cpu_control_groups()):
@@ -111,5 +119,5 @@ def _throttled_s() -> float:
 
 
 def _swapped_pages() -> int:
-    pairs = [line.split() for line in read_text(VMSTAT).splitlines()]
-    return sum(int(value) for name, value in pairs if name in PAGES)
+    swap = psutil.swap_memory()
+    return (swap.sin + swap.sout) // PAGE

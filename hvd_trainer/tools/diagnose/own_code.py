@@ -7,22 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from hvd_trainer.measure.formats import number
 from hvd_trainer.tools.diagnose.evidence import SIGMAS, Cause, Evidence, argmax, ms
-from hvd_trainer.tools.diagnose.profile import (
-    LOADER,
-    LONE,
-    START,
-    WAITING,
-    Calls,
-    RankProfile,
-    Seconds,
-    Stack,
-    hottest_line,
-    together_s,
-)
+from hvd_trainer.tools.diagnose.profile import RankProfile, Seconds, Stack, calls_at, hottest_line, together_s
+from hvd_trainer.tools.diagnose.roles import LOADER, LONE, START, WAITING
 from hvd_trainer.utils.text import plural
 
 MIN_STARTS = 2
@@ -30,22 +21,19 @@ MIN_STARTS = 2
 MANY_CALLS = 1.5
 """Calls of a collective in a step from which they are better one call."""
 
-Line = tuple[str, int]
-
 
 def of_starts(evidence: Evidence) -> Iterator[Cause]:
     """Yield what ranks wait until the loader's processes are started again, such as in each epoch."""
-    rank = argmax([-starts_s(profile) for profile in evidence.profiles])
-    profile, seconds = evidence.profiles[rank], starts_s(evidence.profiles[rank])
-    times, processes = (sum(getattr(one, name) for one in profile.starts) for name in ("times", "processes"))
+    profile = min(evidence.profiles, key=starts_s)
+    seconds, times = starts_s(profile), profile.starts.times
     if times < MIN_STARTS:
         return
-    own = [s for s in profile.main() if any(frame.file.endswith(LOADER) for frame in s.frames)]
-    line = hottest_line(own, profile, whole=True)
+    line = hottest_line((s for s in profile.main() if any(f.file.endswith(LOADER) for f in s.frames)), "whole")
     where = str(line or "the DataLoader")
     text = (
         f"{times} times in {plural(profile.steps, 'step')} the loader's processes are started again "
-        f"({processes} in all), which takes {ms(seconds * profile.steps / times)} ms each time, at {where}"
+        f"({profile.starts.processes} in all), which takes {ms(seconds * profile.steps / times)} ms each time, at "
+        f"{where}"
     )
     error = seconds / math.sqrt(times) / SIGMAS
     yield Cause("loader starts", seconds, error, text, line, details={"where": where, "times": times})
@@ -53,14 +41,10 @@ def of_starts(evidence: Evidence) -> Iterator[Cause]:
 
 def starts_s(profile: RankProfile) -> float:
     """Return the seconds of a step that starting loader processes takes, with the late batches after it."""
-    if sum(one.times for one in profile.starts) < MIN_STARTS:
+    if profile.starts.times < MIN_STARTS:
         return 0.0
-    late = sum(
-        stack.raw.wall_s if stack.role == START else profile.slow_s(stack)
-        for stack in profile.main()
-        if stack.role in ("data", START)
-    )
-    return max(profile.starts_s, late / profile.steps)
+    late = sum(s.whole.wall if s.role == START else s.slow.wall for s in profile.main("data", START))
+    return max(profile.starts.seconds / profile.steps, late)
 
 
 def of_collectives(evidence: Evidence, limit: float, queued: float) -> Iterator[Cause]:
@@ -71,48 +55,49 @@ def of_collectives(evidence: Evidence, limit: float, queued: float) -> Iterator[
         limit: seconds of a step from which a cause is worth an action.
         queued: seconds that other programs make a rank wait, and so the ranks that wait for that one.
     """
-    times: dict[Line, list[Seconds]] = defaultdict(lambda: [Seconds() for _ in evidence.profiles])
-    stacks: dict[Line, list[Stack]] = defaultdict(list)
+    lines: dict[tuple[str, int], list[list[Stack]]] = defaultdict(lambda: [[] for _ in evidence.profiles])
     for rank, profile in enumerate(evidence.profiles):
-        for stack in profile.main():
-            if stack.role == "collective":
-                frame = [f for f in stack.frames if f.owner == "user"][-1]
-                place = frame.file, frame.line
-                times[place][rank] += profile.seconds_of(stack)
-                stacks[place].append(stack)
-    for place, through in stacks.items():
-        rank = argmax([-seconds.own for seconds in times[place]])
-        spent, profile = times[place][rank], evidence.profiles[rank]
-        line = hottest_line(through, profile, whole=True)
+        for stack in profile.main("collective"):
+            frame = [f for f in stack.frames if f.owner == "user"][-1]
+            lines[frame.location][rank].append(stack)
+    for by_rank in lines.values():
+        times = [sum((stack.typical for stack in stacks), Seconds()) for stacks in by_rank]
+        rank = argmax([-spent.own for spent in times])
+        spent, profile = times[rank], evidence.profiles[rank]
+        line = hottest_line((stack for stacks in by_rank for stack in stacks), "whole")
         if line is None:
             continue
-        calls = profile.calls_at(line.frame)
-        seconds, each_s = max(0.0, spent.own - queued), together_s(evidence.profiles, line.frame)
-        if each_s is not None:
-            seconds = min(spent.own, each_s * calls.per_step)
+        counts = [call for record in profile.records for call in calls_at(record, line.frame)]
+        calls = sum(count.calls for count in counts)
+        details: dict[str, Any] = {
+            "calls": calls / profile.steps,
+            "bytes": sum(count.bytes for count in counts) / max(calls, 1),
+            "function": max(counts, key=lambda count: count.calls).function if counts else "",
+        }
+        each_s = together_s(evidence.profiles, line.frame)
+        alone_s = max(0.0, spent.own - queued)
+        seconds = alone_s if each_s is None else min(spent.own, each_s * details["calls"])
         if seconds >= limit:
-            text = f"{ms(seconds)} of {ms(evidence.step_s)} ms: {line}; {_describe(calls)}"
-            details = {"calls": calls.per_step, "bytes": calls.bytes, "function": calls.function}
+            text = f"{ms(seconds)} of {ms(evidence.step_s)} ms: {line}; {_describe(details)}"
             yield Cause("collective", seconds, spent.error, text, line, details=details)
 
 
-def _describe(calls: Calls) -> str:
+def _describe(details: Mapping[str, Any]) -> str:
     """Return how often a collective is called, and how much it sends."""
-    count = calls.per_step
+    count, size = details["calls"], details["bytes"]
     if not count:
         return "calls that were not counted"
     often = f"{count:.3g} calls a step" if count > MANY_CALLS else "a call in each step"
     if count < 1 / MANY_CALLS:
         often = f"a call every {1 / count:.3g} steps"
-    return often + (f" of {number(calls.bytes)} bytes" if calls.bytes else "")
+    return often + (f" of {number(size)} bytes" if size else "")
 
 
 def of_lone(evidence: Evidence) -> Iterator[Cause]:
     """Yield what only one rank does, while the others wait for it."""
     for rank, profile in enumerate(evidence.profiles):
-        own = [stack for stack in profile.main() if stack.role == LONE]
-        seconds = sum(max(s.raw.wall_s - s.raw.queued_s - s.raw.gil_s, 0.0) for s in own) / profile.steps
-        line = hottest_line(own, profile, whole=True)
+        own = list(profile.main(LONE))
+        seconds, line = sum(stack.whole.own for stack in own), hottest_line(own, "whole")
         if line is None:
             continue
         # Slow steps are not in the tables.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import linecache
+import math
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import msgspec
 
@@ -15,8 +17,8 @@ from hvd_trainer.measure.formats import milliseconds, number
 from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.report import Bar, Bars, Report, Source, Table, Verdict
 from hvd_trainer.measure.stats import Ratio
-from hvd_trainer.tools.diagnose.actions import CAUSES, Action
-from hvd_trainer.tools.diagnose.causes import OF_THE_MACHINE, leading
+from hvd_trainer.tools.diagnose.actions import CAUSES, Action, find_actions
+from hvd_trainer.tools.diagnose.causes import OF_THE_MACHINE, find_candidates, leading
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, SIGMAS, Cause, Evidence, ms
 from hvd_trainer.tools.diagnose.flame_graph import draw
 from hvd_trainer.tools.diagnose.switches import Switch, find_switches
@@ -50,7 +52,8 @@ PLACES = {
 """The parts of a step in which causes are, where these are not called as the cause is."""
 
 
-class Tried(NamedTuple):
+@dataclass(frozen=True)
+class Tried:
     """An action that was tried."""
 
     action: Action
@@ -78,23 +81,41 @@ class Diagnosis:
 
     ran: Ran
     evidence: Evidence
-    causes: Sequence[Cause]
-    """the largest first"""
-    unclear: Sequence[Cause]
-    """those within the noise"""
-    actions: Sequence[Action]
     tried: list[Tried] = field(default_factory=list)
     failure: str = ""
     """why the job has failed as it is; empty if it has not"""
     warnings: Sequence[str] = ()
-    again: Sequence[str] = ()
-    """what to type for the actions to be tried"""
+    again: str = ""
+    """what to type for the actions to be tried; empty if they were"""
+
+    @cached_property
+    def candidates(self) -> list[Cause]:
+        """All causes that are worth an action, the largest first."""
+        return find_candidates(self.evidence)
 
     @property
+    def causes(self) -> list[Cause]:
+        """Those that are more than the noise."""
+        return [cause for cause in self.candidates if cause.is_clear]
+
+    @property
+    def unclear(self) -> list[Cause]:
+        """Those within the noise."""
+        return [cause for cause in self.candidates if not cause.is_clear and math.isfinite(cause.error)]
+
+    @cached_property
+    def actions(self) -> list[Action]:
+        """What to do about them."""
+        return find_actions(self.causes, self.evidence)
+
+    @cached_property
     def switches(self) -> list[Switch]:
         """What is on and slows every step, as far as no cause tells it."""
         told = any(cause.kind == "contention" for cause in self.causes)
         return list(find_switches(self.evidence, with_threads=not told))
+
+    def actions_on(self, cause: Cause) -> list[Action]:
+        return [action for action in self.actions if action.cause is cause]
 
 
 def conclude(diagnosis: Diagnosis) -> Report:
@@ -107,7 +128,7 @@ def conclude(diagnosis: Diagnosis) -> Report:
         bars=_step_bars(diagnosis),
         pictures=[draw(diagnosis.evidence.profiles)],
         notes=[*_notes(diagnosis)],
-        advice=diagnosis.again,
+        advice=[diagnosis.again] if diagnosis.again and any(one.can_be_tried for one in diagnosis.actions) else [],
         data=_data(diagnosis),
     )
 
@@ -123,7 +144,8 @@ def _verdicts(diagnosis: Diagnosis) -> Iterator[Verdict]:
         place = "The largest loss" if cause is causes[0] else "A loss"
         share = f"{cause.seconds / evidence.step_s:.0%}"
         shown = cause.evidence[:1].upper() + cause.evidence[1:]
-        gains = [tried.ratio for tried in diagnosis.tried if tried.action.cause == cause.kind and tried.ratio]
+        actions = diagnosis.actions_on(cause)
+        gains = [tried.ratio for tried in diagnosis.tried if tried.action in actions and tried.ratio]
         yield Verdict(
             f"{place}: {CAUSES[cause.kind].name}, {share} of a step.",
             "sure",
@@ -131,11 +153,7 @@ def _verdicts(diagnosis: Diagnosis) -> Iterator[Verdict]:
             badge=f"{share} OF A STEP",
             ratio=gains[0] if gains else None,
             source=_source(cause),
-            type=[
-                shlex.join(action.words)
-                for action in diagnosis.actions
-                if action.cause == cause.kind and action.words
-            ],
+            type=[shlex.join(action.words) for action in actions if action.words],
         )
     if diagnosis.unclear and all(cause.kind in OF_THE_MACHINE for cause in causes):
         within = ", ".join(
@@ -149,7 +167,7 @@ def _verdicts(diagnosis: Diagnosis) -> Iterator[Verdict]:
 
 
 def _to_do(cause: Cause, diagnosis: Diagnosis) -> Iterator[str]:
-    actions = [action for action in diagnosis.actions if action.cause == cause.kind]
+    actions = diagnosis.actions_on(cause)
     for action in actions:
         gain = f" (expected: {action.speed:.2f} times the samples/s, {action.low:.2f} to {action.high:.2f})"
         yield f"To do: {action.text}{gain if action.speed > 1 else ''}."
@@ -243,22 +261,23 @@ def _notes(diagnosis: Diagnosis) -> Iterator[str]:
 def _data(diagnosis: Diagnosis) -> dict[str, Any]:
     """Return everything in plain JSON."""
     evidence = diagnosis.evidence
+
+    def plain(action: Action) -> dict[str, Any]:
+        return {**vars(action), "cause": action.cause.kind}
+
     made: dict[str, Any] = msgspec.to_builtins(
         {
-            "ranks": evidence.ranks,
-            "facts": dict(evidence.facts),
-            "step_s": evidence.step_s,
-            "runs": {name: list(runs) for name, runs in evidence.runs.items()},
-            "machine": asdict(evidence.machine) | {"cores": evidence.cores},
-            "exchange": None if evidence.line is None else asdict(evidence.line),
+            **{name: getattr(evidence, name) for name in ("ranks", "facts", "step_s", "runs")},
+            "machine": {**vars(evidence.machine), "cores": evidence.cores},
+            "exchange": evidence.line,
             "causes": [
-                {"name": CAUSES[cause.kind].name, "share": cause.seconds / evidence.step_s, **asdict(cause)}
+                {"name": CAUSES[cause.kind].name, "share": cause.seconds / evidence.step_s, **vars(cause)}
                 for cause in diagnosis.causes
             ],
-            "unclear": [asdict(cause) for cause in diagnosis.unclear],
-            "switches": [switch._asdict() for switch in diagnosis.switches],
-            "actions": [asdict(action) for action in diagnosis.actions],
-            "tried": [tried._asdict() for tried in diagnosis.tried],
+            "unclear": diagnosis.unclear,
+            "switches": diagnosis.switches,
+            "actions": [*map(plain, diagnosis.actions)],
+            "tried": [{**vars(tried), "action": plain(tried.action)} for tried in diagnosis.tried],
         }
     )
     return made

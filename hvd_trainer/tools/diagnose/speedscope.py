@@ -17,7 +17,7 @@ def speedscope(profiles: Sequence[RankProfile], name: str) -> dict[str, Any]:
     made = []
     for rank, profile in enumerate(profiles):
         stacks = list(profile.main())
-        weights = [stack.raw.wall_s for stack in stacks]
+        weights = [profile.steps * stack.whole.wall for stack in stacks]
         samples = [
             [numbers.setdefault(frame, len(numbers)) for frame in (_title(stack.role), *stack.frames)]
             for stack in stacks

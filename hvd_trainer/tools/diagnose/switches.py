@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from hvd_trainer.measure.machine import read_text
 from hvd_trainer.tools.diagnose.evidence import Evidence
@@ -18,7 +18,8 @@ OF_GPUS = ("CUDA_", "NCCL_", "PYTORCH_NO_CUDA", "TORCH_NCCL")
 """Beginnings of variables that cost nothing without a GPU."""
 
 
-class Switch(NamedTuple):
+@dataclass(frozen=True)
+class Switch:
     """Something that is on, and slows every step."""
 
     kind: str

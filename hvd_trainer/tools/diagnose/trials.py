@@ -12,19 +12,31 @@ import psutil
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.jobs.all_reduce import all_reduce_trial
-from hvd_trainer.measure.measured import MeasuredTrial
-from hvd_trainer.measure.trials import RunRecord, Trial, TrialRunner
+from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial
+from hvd_trainer.measure.stats import MIN_ROUNDS, ratio
+from hvd_trainer.measure.trials import RunRecord, Trial, TrialRunner, in_rounds
+from hvd_trainer.tools.diagnose.actions import Action
 from hvd_trainer.tools.diagnose.causes import MIN_SHARE, OF_THE_MACHINE, find_causes, quiet_s
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, ONE_THREAD, TWICE, Evidence, Line
-from hvd_trainer.tools.diagnose.lone import mark_lone
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch, other_cores
 from hvd_trainer.tools.diagnose.own_code import of_collectives
-from hvd_trainer.tools.diagnose.profile import WAITING, RankProfile, merge, read_profiles
+from hvd_trainer.tools.diagnose.profile import RankProfile, mark_lone, merge, read_profiles
+from hvd_trainer.tools.diagnose.report import Tried
+from hvd_trainer.tools.diagnose.roles import WAITING
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural
 
 WARMUP_STEPS = 5
 """Steps at the beginning of each run that do not count."""
+FIRST_STEPS = 40
+"""Counted steps of the first run."""
+MIN_STEPS, MAX_STEPS = 10, 2000
+"""Bounds of the counted steps of a run."""
+RUN_S = 4.0
+"""How long a run trains, about, where the budget allows it."""
+MIN_SAMPLED_S = 1.5
+"""Seconds of the normal run whose stacks suffice for a verdict."""
+MAX_ROUNDS = 3
 MIN_REST = 0.3
 """Fraction of a step from which it is worth other runs to explain it."""
 EXCHANGE_BYTES = tuple(2**10 * 4**step for step in range(8))
@@ -43,9 +55,7 @@ class Trials:
     def __init__(self, normal: MeasuredTrial, folder: Path, budget_s: float) -> None:
         self.normal = normal
         self.runner = TrialRunner(folder, budget_s=budget_s, limit_option="--budget-s", resume=False)
-        self._kept = folder / "log"
-        shutil.rmtree(self._kept, ignore_errors=True)
-        self._runs = 0
+        self._budget_s, self._kept = budget_s, folder / "log"
         self.figures: dict[str, list[Mapping[str, Any]]] = {}
         """by the trials' labels"""
         self.profiles: list[list[RankProfile]] = []
@@ -53,18 +63,14 @@ class Trials:
         self._machine = MachineUse()
         self._line: Line | None = None
 
-    @property
-    def _facts(self) -> dict[str, Any]:
-        """The facts of the job's work that its normal run recorded; empty if it has not ended."""
-        if NORMAL not in self.figures:
-            return {}
-        first = self.figures[NORMAL][0]
-        used = first.get("peak_memory_mb", 0.0) * 2**20 * self.normal.ranks
-        return dict(first["work"]) | {"memory_share": used / psutil.virtual_memory().total}
-
     def evidence(self) -> Evidence:
         """Return all that is known so far."""
-        facts, profiles = self._facts, merge(self.profiles)
+        facts: dict[str, Any] = {}
+        if NORMAL in self.figures:
+            first = self.figures[NORMAL][0]
+            used = first.get("peak_memory_mb", 0.0) * 2**20 * self.normal.ranks
+            facts = dict(first["work"]) | {"memory_share": used / psutil.virtual_memory().total}
+        profiles = merge(self.profiles)
         mark_lone(profiles)
         return Evidence(
             profiles=profiles,
@@ -75,6 +81,48 @@ class Trials:
             runs=dict(self.figures),
             line=self._line,
         )
+
+    def measure(self) -> str:
+        """Run what is worth it within the budget, and return why the job has failed; empty if it has not."""
+        first = self.run(self.normal, FIRST_STEPS)
+        if first.state != "done":
+            return f"The job ended early when it was run {NORMAL}: {first.why(self.runner.folder)}."
+        step_s = self.figures[NORMAL][0]["step_s"]
+        start_s = max(first.seconds - step_s * (WARMUP_STEPS + FIRST_STEPS), 1.0)
+        print(f"{NORMAL}: {1000 * step_s:.2f} ms per step, and {start_s:.0f} s to start", flush=True)
+        steps = steps_of(min(RUN_S, self._budget_s / 10), step_s)
+        cost_s = start_s + step_s * (WARMUP_STEPS + steps)
+        sampled_s = min((profile.seconds for profile in self.profiles[0]), default=0.0)
+        if sampled_s < MIN_SAMPLED_S and cost_s < self.runner.left_s:
+            self.run(self.normal, steps)
+        variants = plan_variants(self.evidence(), self.normal)
+        # Another run measures the exchange itself.
+        max_runs = max(0, int(self.runner.left_s / cost_s) - 1)
+        plan = [variant for _, variant in in_rounds(variants, MAX_ROUNDS)][:max_runs]
+        if plan:
+            what = f"{plural(len(plan), 'more run')} of {plural(WARMUP_STEPS + steps, 'step')}"
+            print(f"{what}: about {len(plan) * cost_s:.0f} s", flush=True)
+        for place, variant in enumerate(plan, 1):
+            if self.runner.left_s < cost_s:
+                made = f"{place - 1} of {plural(len(plan), 'further run')} were made"
+                self.runner.warn(f"{made}: --budget-s is spent")
+                break
+            run, said = self.run(variant, steps), ""
+            if run.state == "done":
+                said = f"{1000 * run.figures['step_s']:.2f} ms per step"
+            else:
+                self.runner.warn(f"a run {variant.label} has failed: {run.why(self.runner.folder)}")
+            print(f"{place}/{len(plan)}  {variant.label}: {said or run.note}", flush=True)
+        has_collectives = any(cause.kind == "collective" for cause in find_causes(self.evidence()))
+        if self.runner.left_s > cost_s and (NO_EXCHANGE in self.figures or has_collectives):
+            sizes = map(str, EXCHANGE_BYTES)
+            normal = self.normal
+            run = self._run(
+                all_reduce_trial("exchanges", normal.engine, normal.ranks, normal.threads, "--sizes", *sizes)
+            )
+            if run.state == "done":
+                self._line = Line.through(run.figures["seconds"])
+        return ""
 
     def run(self, trial: MeasuredTrial, steps: int, limit_s: float | None = None) -> RunRecord:
         """Run a trial once, and keep its figures under its label; of a normal run also its stacks.
@@ -89,11 +137,10 @@ class Trials:
         is_normal = trial.label == NORMAL
         trial = replace(trial, steps=WARMUP_STEPS + steps, record={"sample_stacks": True})
         watch, profiles = MachineWatch(), []
-        shutil.rmtree(self._kept, ignore_errors=True)
         try:
             run = self._run(trial, limit_s)
         finally:
-            profiles = read_profiles(self._kept)
+            profiles = read_profiles(self._kept, trial.ranks)
             if is_normal and profiles:
                 self.profiles.append(profiles)
                 self._machine = watch.end()
@@ -112,17 +159,35 @@ class Trials:
             self.figures.setdefault(trial.label, []).append(figures)
         return run
 
-    def measure_exchanges(self) -> None:
-        """Measure how long exchanges take by their size."""
-        normal, sizes = self.normal, map(str, EXCHANGE_BYTES)
-        trial = all_reduce_trial("exchanges", normal.engine, normal.ranks, normal.threads, "--sizes", *sizes)
-        run = self._run(trial)
-        if run.state == "done":
-            self._line = Line.through(run.figures["seconds"])
-
     def _run(self, trial: Trial, limit_s: float | None = None) -> RunRecord:
-        self._runs += 1  # each run is a new one
-        return self.runner.run(trial, self._runs, keep=self._kept, limit_s=limit_s)
+        shutil.rmtree(self._kept, ignore_errors=True)
+        number = len(self.runner.last) + 1  # each run is a new one
+        return self.runner.run(trial, number, keep=self._kept, limit_s=limit_s)
+
+    def try_action(self, action: Action) -> Tried:
+        """Run the job with an action and without it, in rounds, each run for the budget at most."""
+        evidence = self.evidence()
+        before = replace(self.normal, label=f"without {action.title}")
+        after = replace(self.normal, label=f"with {action.title}", threads=action.threads or self.normal.threads)
+        if evidence.is_trainer_job:
+            after = replace(after, options=action.settings)
+        else:
+            after = replace(after, run_options=(*SAME_NUMBERS, *action.words))
+        steps = steps_of(RUN_S, evidence.step_s)
+        print(f"{plural(2 * MIN_ROUNDS, 'run')} of the job with {action.title} and without it", flush=True)
+        speeds: dict[str, list[float]] = {before.label: [], after.label: []}
+        for _, variant in in_rounds((before, after), MIN_ROUNDS):
+            factor = action.batch_factor if variant is after else 1
+            run = self.run(variant, max(MIN_STEPS, steps // factor), limit_s=self._budget_s)
+            if run.state != "done":
+                return Tried(action, None, f"the job did not run {variant.label}: {run.note}")
+            speeds[variant.label].append(run.figures.get("samples_per_s", factor / run.figures["step_s"]))
+        return Tried(action, ratio(speeds[after.label], speeds[before.label]))
+
+
+def steps_of(seconds: float, step_s: float) -> int:
+    """Return how many steps of a run are counted that trains for about so many seconds."""
+    return min(MAX_STEPS, max(MIN_STEPS, round(seconds / step_s)))
 
 
 def plan_variants(evidence: Evidence, normal: MeasuredTrial) -> list[MeasuredTrial]:

@@ -1,4 +1,4 @@
-"""Read what a job has computed, step by step, on all of its ranks (written by `measure/trace_format.py`)."""
+"""Read what a job has computed, step by step, on all of its ranks (written by `measure/trace.py`)."""
 
 from __future__ import annotations
 

@@ -17,8 +17,6 @@ from pages import find_barriers, open_page
 from hvd_trainer.cli import main
 from hvd_trainer.measure.stack_record import MAIN, Frame, Record, StackCount
 from hvd_trainer.tools.compare import report as compare
-from hvd_trainer.tools.diagnose.actions import find_actions
-from hvd_trainer.tools.diagnose.causes import find_causes
 from hvd_trainer.tools.diagnose.evidence import Evidence
 from hvd_trainer.tools.diagnose.profile import RankProfile
 from hvd_trainer.tools.diagnose.report import Diagnosis, conclude
@@ -54,9 +52,7 @@ def write_diagnosis(folder: Path) -> Path:
         return RankProfile([Record(**known, frames=[loop, module, sleep], stacks=stacks)])
 
     evidence = Evidence(profiles=[rank("forward", "callback"), rank("forward", "reduce")], cores=2)
-    causes = find_causes(evidence)
-    made = Diagnosis(ran=RAN, evidence=evidence, causes=causes, unclear=[], actions=find_actions(causes, evidence))
-    conclude(made).write(folder, "diagnosis")
+    conclude(Diagnosis(ran=RAN, evidence=evidence)).write(folder, "diagnosis")
     return folder / "diagnosis.html"
 
 

@@ -73,6 +73,9 @@ def test_reports_are_json_without_nan_and_infinity() -> None:
             "KeyError: 1",
         ),
         (None, "nothing of use", "exit code 3"),
+        # A program that says nothing behind "error:" was an IndexError of the tool.
+        (None, "error: \n\n", "exit code 3"),
+        ("", "error: \n\nValueError: no data\n", "ValueError: no data"),
     ],
 )
 def test_failure_reason_is_one_line(message: str | None, output: str, reason: str, tmp_path: Path) -> None:

@@ -109,7 +109,6 @@ def test_switches_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         wrapped(torch.ones(2, 4)).sum().backward()
     reader = SwitchReader()
-    reader.find()
     reader.look()
     assert reader.read().anomaly == 0
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "detail")
@@ -136,7 +135,6 @@ class Half(nn.Module):
 def test_a_search_that_is_needed_is_no_switch() -> None:
     wrapped = DistributedDataParallel(Half(), find_unused_parameters=True)
     reader = SwitchReader()
-    reader.find()
     for _ in range(3):
         wrapped(torch.ones(2, 4)).sum().backward()
     assert not reader.read().needless_search
