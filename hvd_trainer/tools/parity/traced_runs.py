@@ -107,7 +107,6 @@ class TracedTrial(MeasuredTrial):
             options=options,
             record={"trace_steps": steps},
             label=f"{name if name == engine else f'{name}, {engine}'} on {plural(ranks, 'rank')}",
-            identity={"engine": engine, "exactly": exactly, "ranks": ranks, "words": [*job], "options": options},
         )
 
     def read(self, log: Path) -> dict[str, Any] | None:
