@@ -20,6 +20,7 @@ from benchmarks import prepare_environment
 from benchmarks.contestants import CONTESTANTS, IMAGES, JOBS, MNIST, SCRIPTS, TOKENS, Contestant, Job
 from benchmarks.raw import files
 from benchmarks.trials import BenchmarkTrial, conclude
+from hvd_trainer.measure.figures import are_figures
 from hvd_trainer.measure.machine import Ran, busy_warning, describe_machine
 from hvd_trainer.measure.measured import describe_speed
 from hvd_trainer.measure.results import TrialResult
@@ -111,7 +112,7 @@ def main() -> int:
         if ranks == 1 or contestant.engine != "single"
     ]
     with locked_folder(args.out) as folder:
-        runner = TrialRunner(folder, limit_s=args.limit_s, limit_option="--limit-s")
+        runner = TrialRunner(folder, limit_s=args.limit_s, limit_option="--limit-s", are_figures=are_figures)
         measure(runner, trials, args.rounds)
         results = TrialResult.collect(trials, list(runner.last.values()))
         report = conclude(results, machine, runner.warnings, args.rounds, ran)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hvd_trainer.backends.horovod_start import build_record
 
@@ -169,120 +169,63 @@ LOADERS = tuple(
     if job is IMAGES or not name.endswith(("bytes", "DALI"))
 )
 
+_RAW, _DATA, _HAND = "-m benchmarks.raw", "--data-dir {data}", "-m benchmarks.ours.by_hand"
+_OUR_RESNET, _FLOOR = "-m benchmarks.ours.resnet --backend", "floor with exchange"
+_BY_HAND: dict[Job, tuple[tuple[Any, ...], ...]] = {
+    MNIST: (
+        ("raw DDP", "ddp", f"{_RAW}.ddp {_DATA}"),
+        ("raw Horovod", "horovod", f"{_RAW}.horovod {_DATA}"),
+        ("raw DDP, 2 workers", "ddp", f"{_RAW}.ddp {_DATA} --workers 2"),
+        ("raw Horovod, 2 workers", "horovod", f"{_RAW}.horovod {_DATA} --workers 2"),
+        ("in-memory DDP", "ddp", f"{_RAW}.memory_ddp {_DATA}"),
+        ("in-memory Horovod", "horovod", f"{_RAW}.memory_horovod {_DATA}"),
+        ("in-memory Horovod, 1 group", "horovod", f"{_RAW}.memory_horovod {_DATA} --num-groups 1"),
+        ("our ddp, loop by hand", "ddp", f"{_HAND} {_DATA} --backend ddp"),
+        ("our horovod, loop by hand", "horovod", f"{_HAND} {_DATA} --backend horovod"),
+        ("hvd_trainer ddp", "ddp", f"{_OURS} --backend ddp", ("our ddp, loop by hand", _FLOOR)),
+        (
+            "hvd_trainer horovod",
+            "horovod",
+            f"{_OURS} --backend horovod",
+            ("our horovod, loop by hand", "raw Horovod", "hvd_trainer ddp", _FLOOR),
+        ),
+        (
+            "hvd_trainer horovod, MPI",
+            "horovod",
+            f"{_OURS} --backend horovod --transport mpi",
+            ("hvd_trainer horovod", _FLOOR),
+            HOROVOD_ON_MPI,
+        ),
+        ("compute floor", "ddp", f"{_RAW}.floor {_DATA}"),
+        (_FLOOR, "ddp", f"{_RAW}.floor {_DATA} --exchange"),
+    ),
+    SCRIPTS: (
+        ("plain_ddp.py", "ddp", _PLAIN_DDP),
+        ("plain_horovod.py", "horovod", _PLAIN_HOROVOD),
+        ("plain_horovod.py on ddp", "ddp", f"{_ON_DDP} {_PLAIN_HOROVOD}", ("plain_horovod.py",)),
+        ("plain_ddp.py on horovod", "horovod", f"{_ON_HOROVOD} {_PLAIN_DDP}", ("plain_horovod.py",)),
+    ),
+    RESNET: (
+        ("raw Horovod's script on ddp", "ddp", f"{_ON_DDP} {_RAW}.resnet_horovod", ("raw Horovod",)),
+        ("raw DDP's script on horovod", "horovod", f"{_ON_HOROVOD} {_RAW}.resnet_ddp", ("raw Horovod",)),
+        ("raw DDP", "ddp", f"{_RAW}.resnet_ddp"),
+        ("raw Horovod", "horovod", f"{_RAW}.resnet_horovod"),
+        ("hvd_trainer ddp", "ddp", f"{_OUR_RESNET} ddp"),
+        ("hvd_trainer horovod", "horovod", f"{_OUR_RESNET} horovod", ("raw Horovod",)),
+        (
+            "hvd_trainer horovod, MPI",
+            "horovod",
+            f"{_OUR_RESNET} horovod --transport mpi",
+            ("hvd_trainer horovod",),
+            HOROVOD_ON_MPI,
+        ),
+    ),
+}
+"""By jobs: name, engine, arguments, and what it is divided by and needs, if anything."""
 CONTESTANTS = (
-    Contestant("raw DDP", MNIST, "ddp", "-m benchmarks.raw.ddp --data-dir {data}"),
-    Contestant("raw Horovod", MNIST, "horovod", "-m benchmarks.raw.horovod --data-dir {data}"),
-    Contestant(
-        "raw DDP, 2 workers",
-        MNIST,
-        "ddp",
-        "-m benchmarks.raw.ddp --data-dir {data} --workers 2",
-    ),
-    Contestant(
-        "raw Horovod, 2 workers",
-        MNIST,
-        "horovod",
-        "-m benchmarks.raw.horovod --data-dir {data} --workers 2",
-    ),
-    Contestant("in-memory DDP", MNIST, "ddp", "-m benchmarks.raw.memory_ddp --data-dir {data}"),
-    Contestant(
-        "in-memory Horovod",
-        MNIST,
-        "horovod",
-        "-m benchmarks.raw.memory_horovod --data-dir {data}",
-    ),
-    Contestant(
-        "in-memory Horovod, 1 group",
-        MNIST,
-        "horovod",
-        "-m benchmarks.raw.memory_horovod --data-dir {data} --num-groups 1",
-    ),
-    Contestant(
-        "our ddp, loop by hand",
-        MNIST,
-        "ddp",
-        "-m benchmarks.ours.by_hand --data-dir {data} --backend ddp",
-    ),
-    Contestant(
-        "our horovod, loop by hand",
-        MNIST,
-        "horovod",
-        "-m benchmarks.ours.by_hand --data-dir {data} --backend horovod",
-    ),
-    Contestant(
-        "hvd_trainer ddp",
-        MNIST,
-        "ddp",
-        f"{_OURS} --backend ddp",
-        against=("our ddp, loop by hand", "floor with exchange"),
-    ),
-    Contestant(
-        "hvd_trainer horovod",
-        MNIST,
-        "horovod",
-        f"{_OURS} --backend horovod",
-        against=("our horovod, loop by hand", "raw Horovod", "hvd_trainer ddp", "floor with exchange"),
-    ),
-    Contestant(
-        "hvd_trainer horovod, MPI",
-        MNIST,
-        "horovod",
-        f"{_OURS} --backend horovod --transport mpi",
-        against=("hvd_trainer horovod", "floor with exchange"),
-        needs=HOROVOD_ON_MPI,
-    ),
-    Contestant("compute floor", MNIST, "ddp", "-m benchmarks.raw.floor --data-dir {data}"),
-    Contestant("floor with exchange", MNIST, "ddp", "-m benchmarks.raw.floor --data-dir {data} --exchange"),
-    Contestant("plain_ddp.py", SCRIPTS, "ddp", _PLAIN_DDP),
-    Contestant("plain_horovod.py", SCRIPTS, "horovod", _PLAIN_HOROVOD),
-    Contestant(
-        "plain_horovod.py on ddp",
-        SCRIPTS,
-        "ddp",
-        f"{_ON_DDP} {_PLAIN_HOROVOD}",
-        against=("plain_horovod.py",),
-    ),
-    Contestant(
-        "plain_ddp.py on horovod",
-        SCRIPTS,
-        "horovod",
-        f"{_ON_HOROVOD} {_PLAIN_DDP}",
-        against=("plain_horovod.py",),
-    ),
-    Contestant(
-        "raw Horovod's script on ddp",
-        RESNET,
-        "ddp",
-        f"{_ON_DDP} -m benchmarks.raw.resnet_horovod",
-        against=("raw Horovod",),
-    ),
-    Contestant(
-        "raw DDP's script on horovod",
-        RESNET,
-        "horovod",
-        f"{_ON_HOROVOD} -m benchmarks.raw.resnet_ddp",
-        against=("raw Horovod",),
-    ),
-    Contestant("raw DDP", RESNET, "ddp", "-m benchmarks.raw.resnet_ddp"),
-    Contestant("raw Horovod", RESNET, "horovod", "-m benchmarks.raw.resnet_horovod"),
-    Contestant("hvd_trainer ddp", RESNET, "ddp", "-m benchmarks.ours.resnet --backend ddp"),
-    Contestant(
-        "hvd_trainer horovod",
-        RESNET,
-        "horovod",
-        "-m benchmarks.ours.resnet --backend horovod",
-        against=("raw Horovod",),
-    ),
-    Contestant(
-        "hvd_trainer horovod, MPI",
-        RESNET,
-        "horovod",
-        "-m benchmarks.ours.resnet --backend horovod --transport mpi",
-        against=("hvd_trainer horovod",),
-        needs=HOROVOD_ON_MPI,
-    ),
+    *(Contestant(name, job, *row) for job, rows in _BY_HAND.items() for name, *row in rows),
     *PEERS,
     *LOADERS,
     *GROWTH,
-    Contestant("without exchange", RESNET, "ddp", "-m benchmarks.raw.resnet_floor"),
+    Contestant("without exchange", RESNET, "ddp", f"{_RAW}.resnet_floor"),
 )

@@ -40,8 +40,7 @@ class BenchmarkTrial(MeasuredTrial):
             warmup_steps=job.warmup,
             native=True,
             label=f"{job.name}, {contestant.name} x {ranks}",
-            identity={"job": job.name, "contestant": contestant.name, "words": words, "ranks": ranks}
-            | conditions(machine or {}),
+            conditions={"job": job.name, "contestant": contestant.name, **conditions(machine or {})},
         )
 
     def read(self, log: Path) -> dict[str, Any] | None:

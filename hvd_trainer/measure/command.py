@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import sys
 from collections.abc import Collection, Sequence
@@ -73,7 +74,7 @@ def read_job(words: Sequence[str]) -> tuple[str, ...]:
         OptionError: there is none, or its file or module is missing.
     """
     job = list(words)
-    if job and Path(job[0]).name.startswith("python"):
+    if job and re.fullmatch(r"python[\d.]*", Path(job[0]).name):
         del job[0]
     if not job or job == ["-m"]:
         raise OptionError("Name the job behind --, such as: -- -m hvd_trainer.mnist --epochs 1")

@@ -66,11 +66,11 @@ Figures = msgspec.defstruct(
         ("parts", dict[str, float] | UnsetType, UNSET),
         ("computing_s", list[float] | UnsetType, UNSET),
         ("weights", str | UnsetType, UNSET),
-        *((name, float | UnsetType, UNSET) for name in RESULTS),
+        *((name, float | None | UnsetType, UNSET) for name in RESULTS),
         *((name, Positive | UnsetType, UNSET) for name in SPEEDS),
     ],
 )
-"""The types of the figures of a run."""
+"""The types of the figures of a run; None: no number, as the loss of a training that diverged."""
 
 
 def are_figures(figures: Mapping[str, Any]) -> bool:

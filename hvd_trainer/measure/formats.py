@@ -5,21 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.utils.text import install_extra
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
 NEEDED = ("jinja2", "matplotlib", "rich", "scipy")
-TABLE_WIDTH = 10_000
-"""Width in characters of tables that are written to a file or a pipe."""
 
 
 def number(value: float) -> str:
@@ -76,32 +69,3 @@ def render_page(template: Path, **values: Any) -> str:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return environment.get_template(template.name).render(**values) + "\n"
-
-
-def console() -> Console:
-    """Return a console as wide as the terminal; in a file or a pipe it breaks no line."""
-    from rich.console import Console
-
-    wide = None if sys.stdout.isatty() else TABLE_WIDTH
-    return Console(file=sys.stdout, width=wide, highlight=False, soft_wrap=wide is None)
-
-
-def make_table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = (0,)
-) -> Table:
-    """Return a table for `console`.
-
-    Args:
-        words: the places of columns of words; the others are numbers, aligned to the right, without a break.
-    """
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    # As Text, brackets of what was typed are no markup.
-    made = Table(box=SIMPLE_HEAD, title=Text(title), title_justify="left", title_style="bold")
-    for place, name in enumerate(columns):
-        made.add_column(Text(name), justify="left" if place in words else "right", no_wrap=place not in words)
-    for row in rows:
-        made.add_row(*map(Text, row))
-    return made

@@ -74,7 +74,7 @@ def as_text(machine: Mapping[str, Any]) -> str:
 
 def conditions(machine: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the figures of a run depend on whatever the job: properties of the machine, and this package."""
-    names = ("host", "cpu", "gpus", "python", "torch", "horovod")
+    names = ("host", "cpu", "cores", "gpus", "python", "torch", "horovod")
     return {"package": digest_of_package(), **{name: machine[name] for name in names if name in machine}}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +16,9 @@ from hvd_trainer.measure.command import OPEN_MPI, command_for, launcher_of
 from hvd_trainer.measure.figures import read_figures
 from hvd_trainer.measure.formats import number
 from hvd_trainer.measure.message import Message
+from hvd_trainer.measure.stale import digest_of_files
 from hvd_trainer.measure.start import Start
-from hvd_trainer.measure.trials import RunRecord
+from hvd_trainer.measure.trials import RunRecord, key_of
 
 SAME_NUMBERS = ("--exactly-horovod",)
 """Options of `run` with which a script for Horovod computes the same on both engines."""
@@ -50,7 +52,25 @@ class MeasuredTrial:
     record: Mapping[str, Any] = field(default_factory=dict)
     """further fields of `Message`: what to record besides the steps"""
     label: str = ""
-    identity: Mapping[str, Any] = field(default_factory=dict)
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    """what the figures depend on besides, such as the machine"""
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """All that decides on its figures: how it is run, the files among its words, and its conditions."""
+        threads = os.environ.get("OMP_NUM_THREADS") if self.threads is None else self.threads
+        return {
+            **{"words": [*self.job], "files": digest_of_files(self.job)},
+            **{"engine": self.engine, "native": self.native, "ranks": self.ranks, "threads": threads},
+            **{"steps": self.steps, "warmup_steps": self.warmup_steps, "endless": self.endless},
+            **{"run_options": [*self.run_options], "options": {**self.options}, "record": {**self.record}},
+            **{"leave_out": [*self.leave_out]},
+            **self.conditions,
+        }
+
+    @cached_property
+    def key(self) -> str:
+        return key_of(self.identity)
 
     def start(self, log: Path) -> Start:
         """Return how to start a run, whose recordings are in `log`.
@@ -81,9 +101,12 @@ class MeasuredTrial:
 
     def read(self, log: Path) -> dict[str, Any] | None:
         """Return the figures of a run; None if it did not come to its end."""
-        # The ranks of DataParallel are GPUs of one process.
-        processes = 1 if self.engine == "data-parallel" else self.ranks
-        return read_figures(log, processes, self.warmup_steps)
+        return read_figures(log, self.processes, self.warmup_steps)
+
+    @property
+    def processes(self) -> int:
+        """The processes of a run: the ranks of DataParallel are GPUs of a single one."""
+        return 1 if self.engine == "data-parallel" else self.ranks
 
 
 def describe_speed(run: RunRecord) -> str:

@@ -11,12 +11,13 @@ lines of source; other pictures come as SVG (`chart.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from hvd_trainer.measure.formats import console, make_table, render_page, to_json
+from hvd_trainer.measure.formats import render_page, to_json
 from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.stats import Ratio
 
@@ -24,6 +25,8 @@ PAGE = Path(__file__).with_name("page.html.j2")
 """The template of the page: one file, without anything from the network."""
 MIN_REACH, MAX_REACH = 1.25, 10.0
 """The largest ratio for which the drawing of intervals has room, at least and at most."""
+PIPE_WIDTH = 10_000
+"""Width in characters of what is printed to a file or a pipe."""
 STYLES = {"failed": "bold red", "sure": "bold", "unsure": ""}
 
 
@@ -80,6 +83,21 @@ class Table:
         words = [new for new, old in enumerate(used) if old in self.words]
         return Table(self.title, [self.columns[place] for place in used], rows, words)
 
+    def rich(self) -> Any:
+        """Return it for a console of `rich`."""
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        # As Text, brackets of what was typed are no markup.
+        made = RichTable(box=SIMPLE_HEAD, title=Text(self.title), title_justify="left", title_style="bold")
+        for place, name in enumerate(self.columns):
+            is_words = place in self.words
+            made.add_column(Text(name), justify="left" if is_words else "right", no_wrap=not is_words)
+        for row in self.rows:
+            made.add_row(*map(Text, row))
+        return made
+
     def markdown(self) -> str:
         """Return it as Markdown, without its title."""
         rule = [":--" if place in self.words else "--:" for place in range(len(self.columns))]
@@ -99,8 +117,6 @@ class Picture:
     svg: str
     is_wide: bool = False
     """whether it has a row of the page for itself"""
-    is_flame_graph: bool = False
-    """whether its boxes can be zoomed and searched"""
 
 
 class Bar(NamedTuple):
@@ -183,42 +199,41 @@ class Report:
 
     def show(self) -> None:
         """Print it."""
-        out = console()
+        from rich.console import Console
+
+        # As wide as the terminal; in a file or a pipe no line is broken.
+        wide = None if sys.stdout.isatty() else PIPE_WIDTH
+        out = Console(file=sys.stdout, width=wide, highlight=False, soft_wrap=wide is None, markup=False)
         for verdict in self.ordered:
-            out.print(verdict.text, style=STYLES[verdict.state], markup=False)
+            out.print(verdict.text, style=STYLES[verdict.state])
             for text in verdict.details:
-                out.print(f"  {text}", markup=False)
+                out.print(f"  {text}")
         for text in self.warnings:
-            out.print(f"warning: {text}", style="yellow", markup=False)
+            out.print(f"warning: {text}", style="yellow")
         for table in self.tables:
-            out.print(make_table(table.title, table.columns, table.rows, words=table.words))
+            out.print(table.rich())
         for text in self.notes:
-            out.print(text, markup=False)
+            out.print(text)
         for text in self.advice:
-            out.print(f"Type: {text}", style="bold", markup=False)
+            out.print(f"Type: {text}", style="bold")
 
     def write(self, folder: Path, name: str, files: Sequence[Path] = ()) -> None:
         """Write NAME.json, NAME.md and NAME.html, and print their paths and those of further files."""
-        writers: Mapping[str, Callable[[], str]] = {"json": self.json, "md": self.markdown, "html": self.html}
-        paths = [folder / f"{name}.{kind}" for kind in writers]
-        for path, write in zip(paths, writers.values(), strict=True):
-            path.write_text(write())
-        print("written: " + ", ".join(map(str, [*paths, *files])), flush=True)
+        texts = {folder / f"{name}.json": self.json(), folder / f"{name}.md": self.markdown()}
+        texts[folder / f"{name}.html"] = render_page(PAGE, report=self)
+        for path, text in texts.items():
+            path.write_text(text)
+        print("written: " + ", ".join(map(str, [*texts, *files])), flush=True)
 
     def json(self) -> str:
         """Return everything as JSON."""
         head = {
             **self.ran._asdict(),
             "verdicts": [
-                {
-                    "badge": verdict.badge,
-                    "text": verdict.text,
-                    "state": verdict.state,
-                    "details": list(verdict.details),
-                }
+                {name: getattr(verdict, name) for name in ("badge", "text", "state", "details")}
                 for verdict in self.ordered
             ],
-            **{name: list(getattr(self, name)) for name in ("warnings", "advice", "notes")},
+            **{name: getattr(self, name) for name in ("warnings", "advice", "notes")},
         }
         return to_json({**head, **self.data})
 
@@ -230,7 +245,3 @@ class Report:
         parts += [f"**{table.title}**\n\n{table.markdown()}" for table in self.tables]
         parts += [*self.notes, *(f"Type: `{text}`" for text in self.advice)]
         return "\n\n".join(parts) + "\n"
-
-    def html(self) -> str:
-        """Return everything as a page."""
-        return render_page(PAGE, report=self)

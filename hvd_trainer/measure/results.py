@@ -83,6 +83,12 @@ class TrialResult(Generic[T]):
         together = (n for n in ones if n in others and self.runs[n].go == other.runs[n].go)
         return [(ones[number], others[number]) for number in together]
 
+    def speeds_in_turn(self, other: TrialResult[T]) -> list[tuple[float, float]]:
+        """Return the two speeds of each such round: samples per second, or steps where a script's are not seen."""
+        if self.by_round("samples_per_s") and other.by_round("samples_per_s"):
+            return self.in_turn(other, "samples_per_s")
+        return [(1 / own, 1 / others) for own, others in self.in_turn(other, "step_s")]
+
     @property
     def weights(self) -> str | None:
         """The checksum of the final weights, if all runs ended with the same; else `differ`."""

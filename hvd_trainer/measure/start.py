@@ -183,11 +183,6 @@ def running(folder: Path) -> Path:
     return folder / "running"
 
 
-def log_dir(folder: Path) -> Path:
-    """Return the log folder of the present run."""
-    return running(folder) / "log"
-
-
 def clear(folder: Path) -> None:
     """Remove the files and end the processes of a run in this folder, also of one whose command was killed."""
     end_processes(folder)

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -54,18 +53,16 @@ class Ratio:
         """The ratio of the second figure to the first."""
         low, high = (None if bound is None else 1 / bound for bound in (self.high, self.low))
         each = tuple(1 / value for value in self.each)
-        return Ratio(1 / self.value, low, high, self.rounds, self.level, each)
+        return replace(self, value=1 / self.value, low=low, high=high, each=each)
 
     @property
     def badge(self) -> str:
         """It in a few words."""
         if self.low is None:
             return "TOO FEW ROUNDS"
-        return (
-            f"{self.value:.2f} TIMES [{self.low:.2f} to {self.high:.2f}]"
-            if self.is_clear
-            else "NO CLEAR DIFFERENCE"
-        )
+        if not self.is_clear:
+            return "NO CLEAR DIFFERENCE"
+        return f"{self.value:.2f} TIMES [{self.low:.2f} to {self.high:.2f}]"
 
     @property
     def interval(self) -> str:
@@ -96,18 +93,17 @@ def ratios(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[Rat
     so on until one is not clear; the rest is judged like that one.
     """
     logs = [np.log(np.asarray(ones, dtype=float) / np.asarray(others, dtype=float)) for ones, others in pairs]
-    each = [tuple(np.exp(values).tolist()) for values in logs]
     results = [
-        Ratio(math.exp(values.mean()), None, None, len(values), each=rounds)
-        for values, rounds in zip(logs, each, strict=True)
+        Ratio(math.exp(values.mean()), None, None, len(values), each=tuple(np.exp(values).tolist()))
+        for values in logs
     ]
     judged = [place for place, values in enumerate(logs) if len(values) >= MIN_ROUNDS]
     left = len(judged)
     for place in sorted(judged, key=lambda place: _p_value(logs[place])):
         error = ERROR / left
         mean, half = mean_and_half_width(logs[place], error)
-        bounds = math.exp(mean - half), math.exp(mean + half)
-        results[place] = Ratio(math.exp(mean), *bounds, len(logs[place]), 1 - error, each[place])
+        low, high = math.exp(mean - half), math.exp(mean + half)
+        results[place] = replace(results[place], low=low, high=high, level=1 - error)
         left -= results[place].is_clear
     return results
 
@@ -138,32 +134,3 @@ def t_quantile(probability: float, freedom: int) -> float:
     from scipy.stats import t
 
     return float(t.ppf(probability, freedom))
-
-
-@dataclass(frozen=True)
-class Noise:
-    """The variance of the logarithm of the ratio of two runs' speeds on this machine, pooled over many series."""
-
-    squares: float = 0.0
-    freedom: int = 0
-    """degrees of freedom"""
-
-    def with_series(self, series: Sequence[Sequence[float]]) -> Noise:
-        """Return the noise pooled with the squared deviations of each series from its own mean."""
-        squares, freedom = self.squares, self.freedom
-        for values in series:
-            mean = fmean(values) if values else 0.0
-            squares += sum((value - mean) ** 2 for value in values)
-            freedom += max(len(values) - 1, 0)
-        return Noise(squares, freedom)
-
-    @property
-    def deviation(self) -> float:
-        """The standard deviation of one ratio; infinite without measurements."""
-        return math.sqrt(self.squares / self.freedom) if self.freedom else math.inf
-
-    def half_width(self, rounds: int, tail: float) -> float:
-        """Return the half width of an interval that the true mean exceeds with the probability `tail`."""
-        if not self.freedom:
-            return math.inf
-        return t_quantile(1 - tail, self.freedom) * self.deviation / math.sqrt(rounds)

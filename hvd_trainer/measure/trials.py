@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -30,7 +30,7 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.failure_reason import why_it_failed
 from hvd_trainer.measure.own_files import describe_outside, in_own_folder, read_by, written_outside
 from hvd_trainer.measure.stale import digests, has_changed
-from hvd_trainer.measure.start import Start, clear, log_dir, run_to_end, running
+from hvd_trainer.measure.start import Start, clear, run_to_end, running
 from hvd_trainer.utils.files import open_regular
 
 RUNS = "runs.jsonl"
@@ -103,11 +103,14 @@ def read_runs(folder: Path, are_figures: Callable[[Mapping[str, Any]], bool] = b
 
 
 def append_run(folder: Path, run: RunRecord) -> None:
-    """Append the record of a run to runs.jsonl, and wait until it is on the disk."""
+    """Append the record of a run to runs.jsonl, and wait until it is on the disk.
+
+    JSON has no NaN and no infinity, as the loss of a training that diverged: such a figure becomes null.
+    """
     file = folder / RUNS
     with file.open("ab+") as lines:
         torn = lines.tell() > 0 and (lines.seek(-1, os.SEEK_END), lines.read())[1] != b"\n"
-        lines.write((("\n" if torn else "") + json.dumps(asdict(run)) + "\n").encode())
+        lines.write((b"\n" if torn else b"") + msgspec.json.encode(run, enc_hook=float) + b"\n")
         lines.flush()
         os.fsync(lines.fileno())
 
@@ -232,8 +235,9 @@ class TrialRunner:
             if run.state != "done":
                 given_up.add(key)
             said = describe(run) if run.state == "done" else f"{run.state}: {run.note}"
-            keys = [key_of(later.identity) for _, later in plan[count:]]
-            left = self._time_left([key for key in keys if key not in given_up])
+            left = self._time_left(
+                [key for _, later in plan[count:] if (key := key_of(later.identity)) not in given_up]
+            )
             print(f"{count}/{len(plan)}  round {number}, {trial.label}: {said}{left}", flush=True)
             yield trial, run
 
@@ -260,7 +264,7 @@ class TrialRunner:
             limit = limit_s
         elif self.left_s < limit:
             limit, option = max(self.left_s, 1.0), "--budget-s"
-        began_at, began, log = time.time(), time.monotonic(), log_dir(self.folder)
+        began_at, began, log = time.time(), time.monotonic(), place / "log"
         try:
             start, warn = in_own_folder(trial.start(log), place), partial(self._warn_of_outside, place)
             code = run_to_end(start, self.folder, place / "output", limit_s=limit, meanwhile=warn)
@@ -270,15 +274,28 @@ class TrialRunner:
             if keep is not None and log.exists():
                 shutil.rmtree(keep, ignore_errors=True)
                 log.rename(keep)
-        run = RunRecord(trial.identity, round_, "done", seconds, figures=figures or {}, began_at=began_at)
-        read = digests(read_by(place), since=began_at)
-        run = replace(run, go=self._go, warnings=tuple(self.warnings), read=read)
-        if figures is None:
-            was_killed, note = code is None or code < 0, f"had not ended after {limit:g} s ({option})"
-            if code is not None:
-                note = f"killed by signal {-code}" if was_killed else why_it_failed(place, code)
-            state: Literal["killed", "failed"] = "killed" if was_killed else "failed"
-            run = replace(run, state=state, note=note, output=self._keep_output())
+        state: Literal["done", "failed", "killed"] = "done"
+        note = ""
+        if figures is None and (code is None or code < 0):
+            state, note = (
+                "killed",
+                f"killed by signal {-code}" if code else f"had not ended after {limit:g} s ({option})",
+            )
+        elif figures is None:
+            state, note = "failed", why_it_failed(place, code or 0)
+        run = RunRecord(
+            trial.identity,
+            round_,
+            state,
+            seconds,
+            note,
+            figures or {},
+            output="" if state == "done" else self._keep_output(),
+            began_at=began_at,
+            go=self._go,
+            warnings=tuple(self.warnings),
+            read=digests(read_by(place), since=began_at),
+        )
         append_run(self.folder, run)
         self.last[run.key, round_] = run
         clear(self.folder)
@@ -298,15 +315,14 @@ class TrialRunner:
         shutil.copy(running(self.folder) / "output", self.folder / kept)
         return str(kept)
 
-    def _expected_s(self, key: str) -> float:
-        """Return how long a run of a trial takes: the median of its runs, or else of all; 0 if there are none."""
-        own = [run.seconds for run in self.last.values() if run.key == key]
-        others = own or [run.seconds for run in self.last.values()]
-        return median(others) if others else 0.0
-
     def _time_left(self, keys: Sequence[str]) -> str:
         """Return `, about 3 min left` for runs to come, by the keys of their trials, from how long others took."""
-        left = sum(self._expected_s(key) for key in keys)
+        runs = self.last.values()
+        # As long as the median of a trial's own runs, or else of all.
+        took = {
+            key: [run.seconds for run in runs if run.key == key] or [run.seconds for run in runs] for key in keys
+        }
+        left = sum(median(took[key]) for key in keys)
         if not keys:
             return ""
         return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"

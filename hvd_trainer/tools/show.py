@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 import msgspec
 import yaml
@@ -84,8 +84,8 @@ class Run:
                     records.append(record)
         if not records:
             raise OptionError(f"{folder} has no {METRICS} with a step or an epoch: name a run's --log-dir")
-        with suppress(OSError, yaml.YAMLError):
-            options = yaml.safe_load((folder / CONFIG).read_text()) or {}
+        with suppress(OSError, ValueError, yaml.YAMLError, msgspec.ValidationError):
+            options = msgspec.convert(yaml.safe_load((folder / CONFIG).read_text()), dict[str, Any])
         return cls(str(folder), records, options, *(_times(folder / name) for name in ("checkpoints", "failures")))
 
     @cached_property
@@ -125,9 +125,10 @@ def verdict(run: Run) -> Verdict:
     kinds = [
         name for name in run.last if name.startswith(("test_", "train_")) and isinstance(run.last[name], float)
     ]
-    figures = ", ".join(f"{name.replace('_', ' ')} {run.last[name]:.4g}" for name in sorted(kinds))
     has_ended = run.records[-1]["event"] == "end"
-    text = f"{run.name}: {plural(run.last['step'], 'step')}{'' if has_ended else ' so far'}, {figures}."
+    steps = f"{plural(run.last['step'], 'step')}{'' if has_ended else ' so far'}"
+    figures = [f"{name.replace('_', ' ')} {run.last[name]:.4g}" for name in sorted(kinds)]
+    text = f"{run.name}: {', '.join([steps, *figures])}."
     failed = [f"It failed {plural(len(run.failures), 'time')}: see {run.name}/failures."] if run.failures else []
     if not has_ended:
         return Verdict(text, "failed" if failed else "unsure", failed, badge="FAILED" if failed else "NOT ENDED")
@@ -161,7 +162,10 @@ def tables(runs: Sequence[Run]) -> Iterator[Table]:
     """Yield the last figures of each run, and the options that differ."""
     figures = (name for run in runs for name, value in run.last.items() if _is_figure(value))
     names = [name for name in dict.fromkeys(figures) if name not in ("time", "started_at")]
-    rows = [(name, *(number(run.last[name]) if name in run.last else "-" for run in runs)) for name in names]
+    shown = [[run.last.get(name) for run in runs] for name in names]
+    rows = [
+        (name, *(number(n) if _is_figure(n) else "-" for n in row)) for name, row in zip(names, shown, strict=True)
+    ]
     yield Table("Last figures", ("", *(run.name for run in runs)), rows)
     options = dict.fromkeys(name for run in runs for name in run.options)
     cells = [(name, *(str(run.options.get(name, "-")) for run in runs)) for name in options]
@@ -170,7 +174,7 @@ def tables(runs: Sequence[Run]) -> Iterator[Table]:
         yield Table("Options that differ", ("", *(run.name for run in runs)), differ, range(len(runs) + 1))
 
 
-def _is_figure(value: Any) -> bool:
+def _is_figure(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

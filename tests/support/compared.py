@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.trials import RunRecord
+from hvd_trainer.tools.compare.options import CompareOptions
+from hvd_trainer.tools.compare.plan import Axis, CompareTrial, plan, read_axes
+from hvd_trainer.tools.compare.report import conclude
 from hvd_trainer.tools.compare.result import Comparison
-from hvd_trainer.tools.compare.trials import CompareTrial, make_trials, read_entries
-from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
 
 JOB = ("-m", "hvd_trainer.mnist")
 WORK = {
@@ -44,14 +46,8 @@ def trials_of(
     threads: int = 1,
     **values: str,
 ) -> list[CompareTrial]:
-    numbers = [int(number) for number in ranks.split(",")]
-    return make_trials(
-        read_entries(backends, baselines, max_ranks=max(numbers), num_gpus=0),
-        numbers,
-        make_variants((*job, *arguments), varied(**values)),
-        threads=threads,
-        conditions={"warmup_steps": 10},
-    )
+    options = CompareOptions(np=ranks, backend=backends, baseline=tuple(baselines), threads=threads)
+    return plan((*job, *arguments), varied(**values), options, {})
 
 
 def only(*arguments: str, **values: Any) -> CompareTrial:
@@ -84,3 +80,10 @@ def unseen(trial: CompareTrial) -> RunRecord:
 def compared(trials: Sequence[CompareTrial], runs: Sequence[RunRecord], **values: str) -> Comparison:
     given = {"job": JOB, "machine": {"cores": 2}, "options": ["--rounds", "2"], "varied": varied(**values)}
     return Comparison.of(trials, runs, **given, ran=RAN)
+
+
+def publish(comparison: Comparison, folder: Path) -> None:
+    """Print the report of a comparison, and write its files."""
+    report = conclude(comparison)
+    report.show()
+    report.write(folder, "comparison")

@@ -12,27 +12,26 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hvd_trainer.measure.command import read_backends, read_command
 from hvd_trainer.measure.equal_work import Side, refuse_unequal
 from hvd_trainer.measure.figures import are_figures
 from hvd_trainer.measure.formats import check_installed
-from hvd_trainer.measure.machine import Ran, busy_warning, conditions, describe_machine, threads_per_rank
+from hvd_trainer.measure.machine import Ran, busy_warning, conditions, describe_machine
 from hvd_trainer.measure.measured import describe_speed
 from hvd_trainer.measure.start import locked_folder
 from hvd_trainer.measure.trials import TrialRunner, read_runs
 from hvd_trainer.tools.compare import report, search_report
 from hvd_trainer.tools.compare.options import CompareOptions, check_together, read_ranks
-from hvd_trainer.tools.compare.result import Comparison, side_of
-from hvd_trainer.tools.compare.settings_runner import SearchJob, search_all
-from hvd_trainer.tools.compare.trials import CompareTrial, make_trials, read_entries
-from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
-from hvd_trainer.utils import accelerator
+from hvd_trainer.tools.compare.plan import CompareTrial, plan, read_axes
+from hvd_trainer.tools.compare.result import Comparison
+from hvd_trainer.tools.compare.search import SearchResult
+from hvd_trainer.tools.compare.search_job import SearchJob, SettingsRunner
 from hvd_trainer.utils.text import COMMAND, plural
 
+INTERRUPTED = "interrupted: the same command continues from here"
 MAX_NAMED = 6
 """Trials that are named before they are run."""
 
@@ -57,19 +56,21 @@ def main(argv: Sequence[str]) -> int:
 def _compare(options: CompareOptions, job: tuple[str, ...], ran: Ran, typed: Sequence[str]) -> int:
     """Run all trials, show the results, and return the exit code."""
     axes, machine = read_axes(options.vary), describe_machine()
-    trials = plan_trials(job, axes, options, machine)
+    trials = plan(job, axes, options, conditions(machine))
     interrupted = False
     with locked_folder(options.out) as folder:
         try:
             measure(trials, folder, options)
         except KeyboardInterrupt:
             interrupted = True
-            print("interrupted: the same command continues from here", file=sys.stderr)
+            print(INTERRUPTED, file=sys.stderr)
         runs = read_runs(folder, are_figures)
         known = {"job": job, "machine": machine, "varied": axes, "options": typed, "ran": ran}
         comparison = Comparison.of(trials, runs, **known)
         if axes or any(result.state != "not run" for result in comparison.results):
-            report.write(comparison, folder)
+            made = report.conclude(comparison)
+            made.show()
+            made.write(folder, "comparison")
         else:
             print("No run has come to its end: there is nothing to show.", file=sys.stderr)
     return 130 if interrupted else int(not all(result.is_complete for result in comparison.results))
@@ -78,36 +79,27 @@ def _compare(options: CompareOptions, job: tuple[str, ...], ran: Ran, typed: Seq
 def _search(options: CompareOptions, job: tuple[str, ...], ran: Ran) -> int:
     """Search the fastest settings on each engine, show them, and return the exit code."""
     (ranks,), machine = read_ranks(options.np or "2", only_one=True), describe_machine()
-    search_job = SearchJob(job, ranks)
-    backends = read_backends(options.backend, ("horovod", "ddp"))
+    backends, known = read_backends(options.backend, ("horovod", "ddp")), conditions(machine)
+    search_job, results = SearchJob(job, ranks), dict[str, SearchResult]()
     with locked_folder(options.out) as folder:
+        runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=are_figures)
+        if text := busy_warning():
+            runner.warn(text)
         try:
-            search_job, results, warned = search_all(search_job, backends, folder, conditions(machine), options)
+            for backend in backends:
+                search = SettingsRunner(backend, search_job, runner, known, options)
+                results[backend] = search.search()
+                search_job = search.job  # more is known of it now
         except KeyboardInterrupt:
-            print("interrupted: the same command continues from here", file=sys.stderr)
+            print(INTERRUPTED, file=sys.stderr)
             return 130
-        search_report.write(results, search_job, folder, machine=machine, warnings=warned, ran=ran)
+        recorded = (text for run in runner.last.values() for text in run.warnings)
+        warnings = list(dict.fromkeys([*recorded, *runner.warnings]))
+        files = search_report.write_settings(results, search_job, folder, machine, ran.command)
+        made = search_report.conclude(results, search_job, folder, machine=machine, warnings=warnings, ran=ran)
+        made.show()
+        made.write(folder, "search", files)
     return 0
-
-
-def plan_trials(
-    job: Sequence[str], axes: Sequence[Axis], options: CompareOptions, machine: Mapping[str, Any]
-) -> list[CompareTrial]:
-    """Return what is to be run, in the order of the tables.
-
-    Raises:
-        OptionError: an option is not what it should be, or unknown to the job.
-    """
-    numbers = read_ranks(options.np or "1,2")
-    num_gpus = accelerator.count(accelerator.kind())
-    return make_trials(
-        read_entries(options.backend, options.baseline, max_ranks=max(numbers), num_gpus=num_gpus),
-        numbers,
-        make_variants(job, axes),
-        threads=options.threads or threads_per_rank(max(numbers)),
-        conditions={"warmup_steps": options.warmup_steps, **conditions(machine)},
-        steps=None if options.steps is None else options.warmup_steps + options.steps,
-    )
 
 
 def measure(trials: Sequence[CompareTrial], folder: Path, options: CompareOptions) -> None:
@@ -120,7 +112,11 @@ def measure(trials: Sequence[CompareTrial], folder: Path, options: CompareOption
     # What failed will fail again, and take as long to do so.
     to_do = runner.to_do(trials, options.rounds, retry_failed=options.retry_failed)
     planned = f"{plural(len(trials) * options.rounds, 'run')} in {plural(options.rounds, 'round')}"
-    print(f"{_listed(trials)}, {planned}, {len(to_do)} to do; all is kept in {folder}", flush=True)
+    labels = f" ({'; '.join(trial.label for trial in trials)})" if len(trials) <= MAX_NAMED else ""
+    print(
+        f"{plural(len(trials), 'trial')}{labels}, {planned}, {len(to_do)} to do; all is kept in {folder}",
+        flush=True,
+    )
     if count := 0 if options.retry_failed else sum(map(runner.has_failed, trials)):
         print(f"{plural(count, 'trial')} failed before: --retry-failed starts them again", flush=True)
     if to_do and (text := busy_warning()):
@@ -130,14 +126,6 @@ def measure(trials: Sequence[CompareTrial], folder: Path, options: CompareOption
     sides: list[Side] = []
     for trial, run in itertools.chain(known, runner.run_all(to_do, describe=describe_speed)):
         if run.state == "done":
-            sides.append(side_of(trial, run))
+            sides.append(trial.side(run))
             for other in sides:
                 refuse_unequal(other, sides[-1])
-
-
-def _listed(trials: Sequence[CompareTrial]) -> str:
-    """Return `2 trials (horovod x 2; ddp x 2)`."""
-    text = plural(len(trials), "trial")
-    if len(trials) <= MAX_NAMED:
-        text += f" ({'; '.join(trial.label for trial in trials)})"
-    return text

@@ -19,8 +19,8 @@ import numpy as np
 from hvd_trainer.measure.chart import COLOURS, SIZE, STYLE, TEXT_STYLE, as_element, figure_in
 from hvd_trainer.measure.formats import number
 from hvd_trainer.measure.report import Picture
+from hvd_trainer.tools.compare.plan import Axis
 from hvd_trainer.tools.compare.result import Comparison, Result
-from hvd_trainer.tools.compare.variants import Axis
 
 CELL_WIDTH, CELL_HEIGHT, LETTER_WIDTH, MIN_WIDTH = 0.78, 0.5, 0.07, 4.5
 """Inches, of the heat map."""
@@ -45,11 +45,10 @@ def draw_speed(results: Sequence[Result]) -> list[Picture]:
         axes = figure.subplots()
         for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
             ranks = [result.trial.ranks for result in line]
-            spread = [result.by_round("samples_per_s").values() for result in line]
+            spread = [sorted(result.by_round("samples_per_s").values()) for result in line]
             rates = [median(values) for values in spread]
-            below = [rate - min(values) for rate, values in zip(rates, spread, strict=True)]
-            above = [max(values) - rate for rate, values in zip(rates, spread, strict=True)]
-            axes.errorbar(ranks, rates, [below, above], color=colour, marker="o", capsize=3, label=name)
+            bars = [(rate - values[0], values[-1] - rate) for rate, values in zip(rates, spread, strict=True)]
+            axes.errorbar(ranks, rates, np.transpose(bars), color=colour, marker="o", capsize=3, label=name)
             if ranks[0] == 1 and len(ranks) > 1:
                 axes.plot(ranks, [rates[0] * n for n in ranks], color=colour, linestyle=":", linewidth=1)
         numbers = sorted({result.trial.ranks for result in results})
@@ -72,13 +71,10 @@ def draw_heat_map(comparison: Comparison) -> list[Picture]:
         return []
     across = max(reversed(options), key=lambda axis: len(axis.values))
     up = rows_of(comparison, across)
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
+    width = len(across.values) * CELL_WIDTH + max(map(len, up)) * LETTER_WIDTH
+    with figure_in(MAP_STYLE, (max(width + 1, MIN_WIDTH), len(up) * CELL_HEIGHT + 1)) as figure:
+        from matplotlib.patches import Patch
 
-    with rc_context(MAP_STYLE):
-        width = len(across.values) * CELL_WIDTH + max(map(len, up)) * LETTER_WIDTH
-        figure = Figure((max(width + 1, MIN_WIDTH), len(up) * CELL_HEIGHT + 1), layout="constrained")
         axes = figure.subplots()
         axes.patch.set(**FAILED)  # seen where there is no cell
         shades = np.full((len(up), len(across.values)), np.nan)
@@ -110,8 +106,11 @@ def draw_heat_map(comparison: Comparison) -> list[Picture]:
 def rows_of(comparison: Comparison, across: Axis) -> dict[str, list[Result]]:
     """Return the trials of each row of the heat map, by its title: the values on all axes but the one across."""
     rows: dict[str, list[Result]] = {}
+    everyone = [result.trial.values for result in comparison.results]
+    names = [
+        name for name in everyone[0] if name != across.name and len({values[name] for values in everyone}) > 1
+    ]
     for result in comparison.results:
-        values = [(axis, result.trial.values[axis.name]) for axis in comparison.axes if axis.varies]
-        title = ", ".join(f"{axis.label} {value}" for axis, value in values if axis.name != across.name)
+        title = ", ".join(f"{name.replace('_', ' ')} {result.trial.values[name]}" for name in names)
         rows.setdefault(title, []).append(result)
     return rows

@@ -11,12 +11,12 @@ before whose steps are as long: it is the machine's, and each candidate has few 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal
 
-from hvd_trainer.measure.stats import ERROR, Noise
+from hvd_trainer.measure.stats import ERROR, interval_text, t_quantile
 
 MIN_ROUNDS = 2
 """Rounds before a candidate gets a verdict."""
@@ -37,6 +37,20 @@ class Standing:
     level: float = 1 - ERROR
     """of the interval, which is above 95 % where there are several candidates"""
 
+    @property
+    def interval(self) -> str:
+        return interval_text(self.low, self.high, self.level)
+
+
+def pool(series: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """Return the standard deviation of values around the mean of their own series, and its degrees of freedom.
+
+    Infinite without two values of a series.
+    """
+    squares = sum((value - fmean(values)) ** 2 for values in series for value in values)
+    freedom = sum(max(len(values) - 1, 0) for values in series)
+    return math.sqrt(squares / freedom) if freedom else math.inf, freedom
+
 
 @dataclass
 class Race:
@@ -46,20 +60,21 @@ class Race:
         names: of the candidates.
         least_gain: below which a gain is not worth a search, as a fraction.
         rounds: after which it is over, decided or not.
-        noise: known from earlier races.
+        before: the logarithms of earlier races, whose noise is the same.
     """
 
     names: Sequence[str]
     least_gain: float
     rounds: int
-    noise: Noise = field(default_factory=Noise)
+    before: Sequence[Sequence[float]] = ()
     held: int = field(default=0, init=False)
     """rounds that were held"""
     broken: set[str] = field(default_factory=set, init=False)
     """candidates with which the job does not run"""
 
     def __post_init__(self) -> None:
-        self._logs: dict[str, list[float]] = {name: [] for name in self.names}
+        self.logs: dict[str, list[float]] = {name: [] for name in self.names}
+        """logarithms of the rounds' ratios"""
 
     def note(self, present: float, speeds: Mapping[str, float | None]) -> None:
         """Add the speeds of a round; None if the job does not run with a candidate."""
@@ -68,29 +83,29 @@ class Race:
             if speed is None:
                 self.broken.add(name)
             else:
-                self._logs[name].append(math.log(speed / present))
-
-    def known_noise(self, names: Iterable[str] | None = None) -> Noise:
-        """Return the noise of earlier races pooled with that of these candidates, or of all."""
-        return self.noise.with_series([self._logs[name] for name in (self.names if names is None else names)])
+                self.logs[name].append(math.log(speed / present))
 
     def standing(self, name: str) -> Standing:
         """Return the result of a candidate over all its rounds."""
-        logs = self._logs[name]
+        logs = self.logs[name]
         if name in self.broken:
             return Standing("no faster", 0.0, 0.0, 0.0, 0)
         if not logs:
             return Standing("open", 1.0, 0.0, math.inf, 0)
-        error = ERROR / len(self.names)
-        mean, least, noise = fmean(logs), math.log1p(self.least_gain), self.known_noise()
-        half = noise.half_width(len(logs), error / 2)
+        deviation, freedom = pool([*self.before, *self.logs.values()])
+        error, mean, least = ERROR / len(self.names), fmean(logs), math.log1p(self.least_gain)
+        if not freedom:
+            return Standing("open", math.exp(mean), 0.0, math.inf, len(logs), 1 - error)
+        scale = deviation / math.sqrt(len(logs))
+        half = t_quantile(1 - error / 2, freedom) * scale
         verdict: Verdict = "open"
         if len(logs) >= MIN_ROUNDS:
             if mean - half > 0 and mean > least:
                 verdict = "faster"
-            elif mean + noise.half_width(len(logs), ERROR) < least:
+            elif mean + t_quantile(1 - ERROR, freedom) * scale < least:
                 verdict = "no faster"
-        return Standing(verdict, _exp(mean), _exp(mean - half), _exp(mean + half), len(logs), 1 - error)
+        bounds = math.exp(mean - half), math.exp(min(mean + half, 700))
+        return Standing(verdict, math.exp(mean), *bounds, len(logs), 1 - error)
 
     @property
     def running(self) -> list[str]:
@@ -99,22 +114,16 @@ class Race:
         A winner runs on beside those that may be faster still.
         """
         standings = {name: self.standing(name) for name in self.names}
-        left = [name for name, standing in standings.items() if standing.verdict != "no faster"]
         best = max((s.low for s in standings.values() if s.verdict == "faster"), default=0.0)
-        return [name for name in left if standings[name].high > best]
+        return [name for name, s in standings.items() if s.verdict != "no faster" and s.high > best]
 
     @property
     def is_over(self) -> bool:
         left = self.running
-        decided = all(self.standing(name).verdict == "faster" for name in left) and len(left) <= 1
-        return self.held >= self.rounds or decided
+        return self.held >= self.rounds or not left or left == [self.winner]
 
     @property
     def winner(self) -> str | None:
         """The fastest of the candidates that are certainly faster than the present settings."""
         sure = [name for name in self.names if self.standing(name).verdict == "faster"]
         return max(sure, key=lambda name: self.standing(name).speed, default=None)
-
-
-def _exp(log: float) -> float:
-    return math.exp(log) if log < 700 else math.inf

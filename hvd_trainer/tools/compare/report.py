@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from hvd_trainer.measure.command import with_options
 from hvd_trainer.measure.formats import milliseconds, number, percent
 from hvd_trainer.measure.machine import as_text
-from hvd_trainer.measure.report import Picture, Report, Table, Verdict
-from hvd_trainer.measure.stats import METHOD, MIN_ROUNDS
+from hvd_trainer.measure.report import Report, Table, Verdict
+from hvd_trainer.measure.stats import METHOD
 from hvd_trainer.tools.compare.plots import draw_heat_map, draw_speed
 from hvd_trainer.tools.compare.result import Comparison, Result
 from hvd_trainer.utils.text import COMMAND, plural
@@ -59,16 +58,18 @@ TABLES: dict[str, Sequence[tuple[str, str, Callable[[Any], str]]]] = {
 """By their titles: columns of a title, a figure of `Comparison.figures`, and how it is shown."""
 
 
-def make_report(comparison: Comparison, pictures: Sequence[Picture] = ()) -> Report:
+def conclude(comparison: Comparison) -> Report:
     """Return all that a comparison has to say."""
-    few = any(pair.speed.rounds < MIN_ROUNDS for pair in comparison.pairs) or bool(comparison.apart)
+    few = any(pair.speed.low is None for pair in comparison.pairs) or bool(comparison.apart)
     failed = failures(comparison)
+    partly = [result for result in comparison.results if result.state == "done" and result.note]
+    warned = dict.fromkeys(text for run in comparison.runs for text in run.warnings)
     return Report(
         ran=comparison.ran,
         verdicts=[*failed, *(pair.verdict() for pair in comparison.pairs)] or [without_pair(comparison)],
-        warnings=warnings(comparison),
+        warnings=[*warned, *_reasons(partly), *comparison.apart],
         tables=tables(comparison),
-        pictures=pictures,
+        pictures=[*draw_heat_map(comparison), *draw_speed(comparison.results)],
         notes=notes(comparison),
         advice=[
             *([command_of(comparison, "--retry-failed")] if failed else []),
@@ -76,13 +77,6 @@ def make_report(comparison: Comparison, pictures: Sequence[Picture] = ()) -> Rep
         ],
         data=data_of(comparison),
     )
-
-
-def write(comparison: Comparison, folder: Path) -> None:
-    """Print the report, and write all files."""
-    report = make_report(comparison, [*draw_heat_map(comparison), *draw_speed(comparison.results)])
-    report.show()
-    report.write(folder, "comparison")
 
 
 def without_pair(comparison: Comparison) -> Verdict:
@@ -109,12 +103,6 @@ def failures(comparison: Comparison) -> list[Verdict]:
     return [Verdict(text, "failed", [*_reasons(failed), *where], badge=badge)]
 
 
-def warnings(comparison: Comparison) -> list[str]:
-    """Return what makes the verdicts doubtful."""
-    partly = [result for result in comparison.results if result.state == "done" and result.note]
-    return [*comparison.warnings, *_reasons(partly), *comparison.apart]
-
-
 def more_rounds(comparison: Comparison) -> str:
     """Return the command with so many rounds that each pair has enough of them."""
     rounds = max((number for result in comparison.results for number in result.runs), default=0)
@@ -131,18 +119,16 @@ def command_of(comparison: Comparison, *words: str) -> str:
 def tables(comparison: Comparison) -> list[Table]:
     """Return all tables; columns in which no trial has a figure are left out, and tables without columns."""
     axes = [axis for axis in comparison.varied if axis.varies]
-    figures = [dict(comparison.figures[result.trial.key]) for result in comparison.results]
     all_done = all(result.state == "done" for result in comparison.results)
-    for result, values in zip(comparison.results, figures, strict=True):
-        values["state"] = None if all_done else result.state
     made = []
     for title, columns in TABLES.items():
         rows = []
-        for result, values in zip(comparison.results, figures, strict=True):
-            cells = ["-" if values[name] is None else show(values[name]) for _, name, show in columns]
+        for result in comparison.results:
+            trial = result.trial
+            figures = {**comparison.figures[trial.key], "state": None if all_done else result.state}
+            cells = ["-" if figures[name] is None else show(figures[name]) for _, name, show in columns]
             if title == SPEED or set(cells) != {"-"}:
-                place = (result.trial.values[axis.name] for axis in axes)
-                rows.append([result.trial.entry.name, str(result.trial.ranks), *place, *cells])
+                rows.append([trial.entry, str(trial.ranks), *(trial.values[axis.name] for axis in axes), *cells])
         titles = ["", "ranks", *(axis.label for axis in axes), *(column[0] for column in columns)]
         made.append(Table(title, titles, rows).compact())
     return [table for table in made if len(table.columns) > 2 + len(axes)]
@@ -154,7 +140,7 @@ def notes(comparison: Comparison) -> list[str]:
     holm = f", with Holm's correction for {len(pairs)} pairs" if len(pairs) > 1 else ""
     return [
         *([scaling_text(comparison)] if comparison.batches else []),
-        f"{plural(trial.threads, 'CPU thread')} per rank; the first "
+        f"{plural(trial.threads or 0, 'CPU thread')} per rank; the first "
         f"{plural(trial.warmup_steps, 'step')} of each run do not count.",
         *([f"{METHOD}{holm}. Pairs are rounds that one command ran in turn."] if pairs else []),
         *comparison.unseen,
@@ -192,7 +178,7 @@ def data_of(comparison: Comparison) -> dict[str, Any]:
     trials = [
         {
             **result.trial.identity,
-            "values": dict(result.trial.values),
+            "values": result.trial.values,
             "state": result.state,
             "note": result.note,
             "runs": len(result.runs),
@@ -204,19 +190,19 @@ def data_of(comparison: Comparison) -> dict[str, Any]:
     pairs = [
         {
             "ranks": pair.one.trial.ranks,
-            "values": dict(pair.one.trial.variant.values),
-            "one": pair.one.trial.entry.name,
-            "other": pair.other.trial.entry.name,
+            "values": {axis.name: pair.one.trial.values[axis.name] for axis in comparison.varied},
+            "one": pair.one.trial.entry,
+            "other": pair.other.trial.entry,
             **asdict(pair.speed),
         }
         for pair in comparison.pairs
     ]
     return {
-        "job": list(comparison.job),
-        "varied": {axis.name: list(axis.values) for axis in comparison.varied},
+        "job": comparison.job,
+        "varied": {axis.name: axis.values for axis in comparison.varied},
         "scaling": comparison.scaling,
-        "machine": dict(comparison.machine),
+        "machine": comparison.machine,
         "trials": trials,
         "pairs": pairs,
-        "runs": [asdict(run) for result in comparison.results for run in result.runs.values()],
+        "runs": [asdict(run) for run in comparison.runs],
     }

@@ -8,15 +8,13 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any, Literal
 
-from hvd_trainer.measure.equal_work import Side
 from hvd_trainer.measure.figures import RANKS_DIFFER
 from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.report import Verdict
 from hvd_trainer.measure.results import FIRST, TrialResult
 from hvd_trainer.measure.stats import Ratio, ratio, ratios
 from hvd_trainer.measure.trials import RunRecord
-from hvd_trainer.tools.compare.trials import ENTRIES, RANKS, CompareTrial
-from hvd_trainer.tools.compare.variants import Axis
+from hvd_trainer.tools.compare.plan import Axis, CompareTrial
 from hvd_trainer.utils.text import plural
 
 PART_TEXTS = {
@@ -29,6 +27,11 @@ PART_TEXTS = {
     "other_s": "the rest",
 }
 """The parts of a step, by the names of their figures."""
+MEDIANS = (
+    *("tokens_per_s", "step_s", "step_p50_s", "step_p95_s", *PART_TEXTS, "bubble"),
+    *("startup_s", "peak_memory_mb", *FIRST),
+)
+"""Figures of which a trial's median is shown as it is."""
 MIN_SHARE = 0.15
 """A part of a step is named if it makes at least this share of a difference."""
 Result = TrialResult[CompareTrial]
@@ -44,28 +47,30 @@ class Pair:
 
     def verdict(self) -> Verdict:
         """Say which one is faster, and why."""
-        one, other, speed = self.one.trial.entry.name, self.other.trial.entry.name, self.speed
-        rounds, sides = plural(speed.rounds, "round"), (f"{other} is faster", f"{one} is faster")
-        details = [text for text in (self.why(), self.same_model()) if text]
-        if speed.low is None:
-            said = f"{one} has {speed.value:.2f} times the speed of {other} in {rounds}"
-            text = f"{self.where} {said}, which is too few to tell a difference from noise."
-            return Verdict(text, "unsure", details, badge=speed.badge, ratio=speed, sides=sides)
+        one, other, speed = self.one.trial.entry, self.other.trial.entry, self.speed
         if speed.is_clear and speed.value < 1:
-            one, other, speed, sides = other, one, speed.inverse, sides[::-1]
-        interval = f"(mean of {rounds}, {speed.interval})"
-        if speed.is_clear:
-            text = f"{self.where} {one} is {speed.value:.2f} times as fast as {other} {interval}."
-            return Verdict(text, "sure", details, badge=speed.badge, ratio=speed, sides=sides)
-        said = f"no difference between {one} and {other} is visible at this noise"
-        text = f"{self.where} {said}: {speed.value:.2f} times {interval}."
-        return Verdict(text, "unsure", details, badge=speed.badge, ratio=speed, sides=sides)
-
-    @property
-    def where(self) -> str:
-        """`On 2 ranks with chunks 4,`: the place that both have in common."""
-        variant = self.one.trial.variant.label
-        return f"On {plural(self.one.trial.ranks, 'rank')}{f' with {variant},' if variant else ''}"
+            one, other, speed = other, one, speed.inverse
+        rounds, interval = plural(speed.rounds, "round"), speed.interval
+        if speed.low is None:
+            said = (
+                f"{one} has {speed.value:.2f} times the speed of {other} in {rounds}, which is too few to tell a "
+            )
+            said += "difference from noise."
+        elif speed.is_clear:
+            said = f"{one} is {speed.value:.2f} times as fast as {other} (mean of {rounds}, {interval})."
+        else:
+            said = f"no difference between {one} and {other} is visible at this noise: {speed.value:.2f} times "
+            said += f"(mean of {rounds}, {interval})."
+        trial = self.one.trial
+        where = f"On {plural(trial.ranks, 'rank')}{f' with {trial.variant},' if trial.variant else ''}"
+        return Verdict(
+            f"{where} {said}",
+            "sure" if speed.is_clear else "unsure",
+            [text for text in (self.why(), self.same_model()) if text],
+            badge=speed.badge,
+            ratio=speed,
+            sides=(f"{other} is faster", f"{one} is faster"),
+        )
 
     def why(self) -> str | None:
         """Say which parts of a step make the difference; None where there is none, or no part was measured."""
@@ -79,7 +84,7 @@ class Pair:
             return None
         named = sorted((n for n in more if abs(more[n]) >= MIN_SHARE * total), key=more.__getitem__, reverse=True)
         parts_text = ", ".join(f"{PART_TEXTS[name]} {1000 * more[name]:+.2f} ms" for name in named)
-        return f"A step of {slow.trial.entry.name} takes {1000 * total:.2f} ms longer: {parts_text}."
+        return f"A step of {slow.trial.entry} takes {1000 * total:.2f} ms longer: {parts_text}."
 
     def same_model(self) -> str | None:
         """Say whether both have trained the same weights; None where they were not kept."""
@@ -107,8 +112,6 @@ class Comparison:
     results: Sequence[Result]
     options: Sequence[str] = ()
     """of the command, as they were typed"""
-    warnings: Sequence[str] = ()
-    """what the commands warned of that made the runs"""
 
     @classmethod
     def of(cls, trials: Sequence[CompareTrial], runs: Sequence[RunRecord], **known: Any) -> Comparison:
@@ -118,16 +121,12 @@ class Comparison:
             known: the other fields of a comparison.
         """
         results = TrialResult.collect(trials, runs)
-        warnings = (text for result in results for run in result.runs.values() for text in run.warnings)
-        results = [_with_samples(result, results) for result in results]
-        return cls(results=results, warnings=list(dict.fromkeys(warnings)), **known)
+        return cls(results=[_with_samples(result, results) for result in results], **known)
 
-    @property
-    def axes(self) -> list[Axis]:
-        """Engines, ranks, and the axes of `--vary`."""
-        values = [result.trial.values for result in self.results]
-        own = [Axis(name, tuple(dict.fromkeys(place[name] for place in values))) for name in (ENTRIES, RANKS)]
-        return [*own, *self.varied]
+    @cached_property
+    def runs(self) -> list[RunRecord]:
+        """All runs that came to their end."""
+        return [run for result in self.results for run in result.runs.values()]
 
     @cached_property
     def figures(self) -> dict[str, dict[str, Any]]:
@@ -136,21 +135,17 @@ class Comparison:
 
     def _figures_of(self, result: Result) -> dict[str, Any]:
         rate, step_s, speed_up = result.median("samples_per_s"), result.median("step_s"), self.speed_up(result)
-        rates = result.by_round("samples_per_s").values()
+        rates, ranks = result.by_round("samples_per_s").values(), result.trial.ranks
         return {
             "samples_per_s": rate,
             # Of a script whose samples are not seen.
             "steps_per_s": 1 / step_s if step_s is not None and rate is None else None,
             "lowest": min(rates, default=None),
             "highest": max(rates, default=None),
-            "tokens_per_s": result.median("tokens_per_s"),
-            "per_rank": None if rate is None else rate / result.trial.ranks,
+            "per_rank": None if rate is None else rate / ranks,
             "speed_up": speed_up,
-            "efficiency": None if speed_up is None else speed_up / result.trial.ranks,
-            **{
-                name: result.median(name) for name in ("step_s", "step_p50_s", "step_p95_s", *PART_TEXTS, "bubble")
-            },
-            **{name: result.median(name) for name in ("startup_s", "peak_memory_mb", *FIRST)},
+            "efficiency": None if speed_up is None else speed_up / ranks,
+            **{name: result.median(name) for name in MEDIANS},
             "loss_to_first": self.loss_to_first(result),
             "weights": result.weights,
         }
@@ -158,7 +153,7 @@ class Comparison:
     def speed_up(self, result: Result) -> float | None:
         """Return the speed as a multiple of that of the same entry and variant on one rank."""
         bases = (o for o in self.results if o.trial.ranks == 1 and o.trial.series == result.trial.series)
-        rounds = [pair for base in bases for pair in _common_rounds(result, base)]
+        rounds = [pair for base in bases for pair in result.speeds_in_turn(base)]
         return ratio(*zip(*rounds, strict=True)).value if rounds else None
 
     def loss_to_first(self, result: Result) -> float | None:
@@ -171,27 +166,31 @@ class Comparison:
             return None
         alike = (other for other in self.results if other.global_batch_size == result.global_batch_size)
         first = next(value for other in alike if (value := other.median("train_loss")) is not None)
-        return loss / first - 1 if loss != first else 0.0
+        if loss == first:
+            return 0.0
+        return loss / first - 1 if first else None
 
     @cached_property
-    def neighbours(self) -> list[tuple[Result, Result]]:
-        """The engines among each other, and each other script beside the engine that it uses; both have runs."""
+    def neighbours(self) -> list[tuple[Result, Result, list[tuple[float, float]]]]:
+        """The engines among each other, and each other script beside the engine that it uses; both have runs.
+
+        With the speeds of each round that both ran in turn.
+        """
         pairs = []
         for one, other in combinations(self.results, 2):
-            first, second = one.trial.entry, other.trial.entry
-            comparable = first != second and ((first.is_job and second.is_job) or first.engine == second.engine)
-            same_place = (one.trial.ranks, one.trial.variant) == (other.trial.ranks, other.trial.variant)
+            first, second = one.trial, other.trial
+            comparable = not (first.native or second.native) or first.engine == second.engine
+            same_place = (first.ranks, first.variant) == (second.ranks, second.variant)
             if comparable and same_place and one.runs and other.runs:
-                pairs.append((one, other))
+                pairs.append((one, other, one.speeds_in_turn(other)))
         return pairs
 
     @cached_property
     def pairs(self) -> list[Pair]:
         """The neighbours that have run in turn, with the ratio of their speeds, corrected for their number."""
-        rounds = [(one, other, _common_rounds(one, other)) for one, other in self.neighbours]
-        known = [(one, other, common) for one, other, common in rounds if common]
-        speeds = ratios([([a for a, _ in common], [b for _, b in common]) for _, _, common in known])
-        return [Pair(one, other, speed) for (one, other, _), speed in zip(known, speeds, strict=True)]
+        known = [(one, other, speeds) for one, other, speeds in self.neighbours if speeds]
+        compared = ratios([([a for a, _ in speeds], [b for _, b in speeds]) for _, _, speeds in known])
+        return [Pair(one, other, speed) for (one, other, _), speed in zip(known, compared, strict=True)]
 
     @property
     def apart(self) -> list[str]:
@@ -199,8 +198,8 @@ class Comparison:
         return [
             f"{one.trial.label} and {other.trial.label} have run at different times, and in no round in turn: "
             f"nothing is said of which one is faster"
-            for one, other in self.neighbours
-            if not _common_rounds(one, other)
+            for one, other, speeds in self.neighbours
+            if not speeds
         ]
 
     @cached_property
@@ -225,47 +224,31 @@ class Comparison:
     @property
     def unseen(self) -> list[str]:
         """A sentence for each thing that cannot be seen of a script."""
-        runs = [run for result in self.results for run in result.runs.values()]
-        runs = [run for run in runs if not run.figures["work"].get("on_trainer")]
-        texts = []
-        if any("exchange" not in run.figures.get("parts", {}) for run in runs):
-            texts.append(
-                "The exchange is not seen apart: DistributedDataParallel waits for it in the backward pass."
-            )
-        if any("samples" not in run.figures["work"] for run in runs):
-            texts.append("A script fetches its batches without a DataLoader: its samples are not seen.")
-        if any(run.figures.get("weights") == RANKS_DIFFER for run in runs):
-            texts.append("The final weights of a script differ between its ranks: it may not exchange gradients.")
-        return texts
-
-
-def side_of(trial: CompareTrial, run: RunRecord) -> Side:
-    """Return a run as the check of equal work sees it."""
-    return Side(trial.entry.name, trial.ranks, run.figures["work"], trial.variant.label)
+        runs = [run.figures for run in self.runs if not run.figures["work"].get("on_trainer")]
+        texts = {
+            "The exchange is not seen apart: DistributedDataParallel waits for it in the backward pass.": any(
+                "exchange" not in figures.get("parts", {}) for figures in runs
+            ),
+            "A script fetches its batches without a DataLoader: its samples are not seen.": any(
+                "samples" not in figures["work"] for figures in runs
+            ),
+            "The final weights of a script differ between its ranks: it may not exchange gradients.": any(
+                figures.get("weights") == RANKS_DIFFER for figures in runs
+            ),
+        }
+        return [text for text, holds in texts.items() if holds]
 
 
 def _with_samples(result: Result, results: Sequence[Result]) -> Result:
     """Give a script its samples per second: a step has as many samples as one of the job on as many ranks."""
-    if result.trial.entry.is_job:
-        return result
-    jobs = (other for other in results if other.trial.entry.is_job and other.trial.ranks == result.trial.ranks)
+    jobs = (other for other in results if not other.trial.native and other.trial.ranks == result.trial.ranks)
     # The job may be a script, too, whose samples are not seen.
-    sizes = [
-        job.by_round("samples_per_s")[n] * job.by_round("step_s")[n]
-        for job in jobs
-        for n in job.by_round("samples_per_s")
-    ]
-    if not sizes:
+    figures = (figures for job in jobs for figures in job.rounds.values() if "samples_per_s" in figures)
+    size = next((known["samples_per_s"] * known["step_s"] for known in figures), None)
+    if not result.trial.native or size is None:
         return result
     runs = {
-        number: replace(run, figures={**run.figures, "samples_per_s": sizes[0] / run.figures["step_s"]})
+        number: replace(run, figures={**run.figures, "samples_per_s": size / run.figures["step_s"]})
         for number, run in result.runs.items()
     }
     return replace(result, runs=runs)
-
-
-def _common_rounds(one: Result, other: Result) -> list[tuple[float, float]]:
-    """Return the two speeds of each round that both ran in turn, in samples, or else in steps, per second."""
-    if one.by_round("samples_per_s") and other.by_round("samples_per_s"):
-        return one.in_turn(other, "samples_per_s")
-    return [(other_s, one_s) for one_s, other_s in one.in_turn(other, "step_s")]

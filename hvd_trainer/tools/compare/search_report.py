@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ from typing import Any
 import yaml
 
 from hvd_trainer.config.options import TrainerOptions
-from hvd_trainer.measure.command import LAUNCHER_OF, with_options
+from hvd_trainer.measure.command import launcher_of, option_values, with_options
 from hvd_trainer.measure.formats import percent
 from hvd_trainer.measure.machine import Ran, as_text
 from hvd_trainer.measure.report import Report, Table, Verdict
 from hvd_trainer.measure.stats import METHOD
 from hvd_trainer.tools.compare.search import SearchResult, TriedChange
+from hvd_trainer.tools.compare.search_job import SearchJob
 from hvd_trainer.tools.compare.settings import GROUPS, as_words, describe
-from hvd_trainer.tools.compare.settings_runner import SearchJob
 from hvd_trainer.utils.text import COMMAND, plural
 
 REORDERS = {"threads", "bucket_mb"}
@@ -27,7 +27,7 @@ REORDERS = {"threads", "bucket_mb"}
 OUTCOMES = {"faster": "faster, but another was more so", "no faster": "no faster", "open": "not told from noise"}
 
 
-def write(
+def conclude(
     results: Mapping[str, SearchResult],
     job: SearchJob,
     folder: Path,
@@ -35,22 +35,25 @@ def write(
     machine: Mapping[str, Any],
     warnings: Sequence[str],
     ran: Ran,
-) -> None:
-    """Print the report, and write all files.
+) -> Report:
+    """Return all that a search has to say.
 
     Args:
         results: of each engine.
         job: that was run.
-        folder: of the tool.
+        folder: of the tool, with the files of `write_settings`.
         machine: where it was run.
         warnings: what was warned of meanwhile.
         ran: when and by which command.
     """
-    files = []
-    for backend, result in results.items() if not job.is_script and job.reads_options else ():
-        files.append(folder / f"{backend}.yaml")
-        files[-1].write_text(as_yaml(backend, result, job.own, ran.command, machine))
-    report = Report(
+    engines = {
+        backend: {
+            **asdict(result),
+            "tried": [{**tried._asdict(), "standing": asdict(tried.standing)} for tried in result.tried],
+        }
+        for backend, result in results.items()
+    }
+    return Report(
         ran=ran,
         verdicts=[verdict(backend, result) for backend, result in results.items()],
         warnings=warnings,
@@ -66,10 +69,8 @@ def write(
             for backend, result in results.items()
             if result.settings
         ],
-        data=data_of(results, machine, job.words),
+        data={"job": job.words, "machine": machine, "backends": engines},
     )
-    report.show()
-    report.write(folder, "search", files)
 
 
 def verdict(backend: str, result: SearchResult) -> Verdict:
@@ -91,34 +92,25 @@ def verdict(backend: str, result: SearchResult) -> Verdict:
 def table(backend: str, result: SearchResult) -> Table:
     """Return the settings that were tried on one engine."""
     title = f"What was tried on {backend}, beside the settings of that moment"
-    rows = [(tried.label, *_cells(tried), _outcome(tried)) for tried in result.tried]
+    rows = [(tried.label, *_cells(tried)) for tried in result.tried]
     return Table(title, ("", "speed", "interval", "level", "rounds", ""), rows, words=(0, 5))
 
 
-def _cells(tried: TriedChange) -> tuple[str, str, str, str]:
+def _cells(tried: TriedChange) -> tuple[str, ...]:
     standing = tried.standing
     if not standing.rounds:
-        return "-", "-", "-", "0"
+        return "-", "-", "-", "0", "the job fails with it"
     between = f"{standing.low:.2f} to {standing.high:.2f}" if standing.high < 100 else "-"
-    return f"{standing.speed:.2f}", between, f"{100 * standing.level:.3g} %", str(standing.rounds)
+    outcome = "adopted" if tried.adopted else OUTCOMES[standing.verdict]
+    return f"{standing.speed:.2f}", between, f"{100 * standing.level:.3g} %", str(standing.rounds), outcome
 
 
-def _outcome(tried: TriedChange) -> str:
-    if not tried.standing.rounds:
-        return "the job fails with it"
-    if tried.adopted:
-        return "adopted"
-    return OUTCOMES[tried.standing.verdict]
-
-
-def notes(backend: str, result: SearchResult) -> list[str]:
-    """Return what was not tried on one engine, and its noise."""
-    said = [f"{backend}, {GROUPS[group]}: not tried; {why}." for group, why in result.untried.items()]
+def notes(backend: str, result: SearchResult) -> Iterator[str]:
+    """Yield what was not tried on one engine, and its noise."""
+    for group, why in result.untried.items():
+        yield f"{backend}, {GROUPS[group]}: not tried; {why}."
     if math.isfinite(result.noise):
-        said.append(
-            f"Two runs of {backend} differ by {percent(result.noise)} (standard deviation of their ratio)."
-        )
-    return said
+        yield f"Two runs of {backend} differ by {percent(result.noise)} (standard deviation of their ratio)."
 
 
 def line_of(job: SearchJob, backend: str, result: SearchResult, folder: Path) -> str:
@@ -126,12 +118,12 @@ def line_of(job: SearchJob, backend: str, result: SearchResult, folder: Path) ->
     if job.is_script:
         run = [*COMMAND.split(), "run", "--np", str(job.ranks), "--backend", backend, *as_words(result.settings)]
         return shlex.join([*run, "--", *job.words])
-    launcher = {
-        "horovodrun": f"horovodrun -np {job.ranks} python",
-        "torchrun": f"torchrun --nproc-per-node {job.ranks}",
-    }
-    words = with_options(job.words, ["--config", str(folder / f"{backend}.yaml")])
-    return f"{launcher[LAUNCHER_OF[backend]]} {shlex.join(words)}"
+    own = option_values(job.words, "--backend") and ["--backend", backend]  # it wins over the file
+    words = with_options(job.words, [*own, "--config", str(folder / f"{backend}.yaml")])
+    launcher = launcher_of(backend, job.words)
+    size = "--nproc-per-node" if launcher == "torchrun" else "-np"
+    python = [] if launcher == "torchrun" else ["python"]
+    return shlex.join([launcher, size, str(job.ranks), *python, *words])
 
 
 def in_code(backend: str, settings: Mapping[str, Any]) -> str:
@@ -145,35 +137,21 @@ def in_code(backend: str, settings: Mapping[str, Any]) -> str:
     return f"TrainerOptions({', '.join(groups)})  # the job reads no options: write these into its code"
 
 
-def as_yaml(
-    backend: str, result: SearchResult, own: Mapping[str, Any], command: str, machine: Mapping[str, Any]
-) -> str:
-    """Return the settings as a file for `--config`.
+def write_settings(
+    results: Mapping[str, SearchResult], job: SearchJob, folder: Path, machine: Mapping[str, Any], command: str
+) -> list[Path]:
+    """Write the settings of each engine as a file for `--config`, and return the paths; none for other jobs.
 
     Args:
-        backend: the engine.
-        result: of its search.
-        own: the options of the job's own file, which this one repeats.
         command: that found the settings.
-        machine: where they were found.
     """
-    said = [f"Found by: {command}", f"On: {as_text(machine)}"]
-    concluded = verdict(backend, result)
-    said += [*notes(backend, result), concluded.text, *concluded.details]
-    lines = [f"# {line}\n" for line in said]
-    return "".join(lines) + yaml.safe_dump({**own, "backend": backend, **result.settings}, sort_keys=False)
-
-
-def data_of(results: Mapping[str, SearchResult], machine: Mapping[str, Any], job: Sequence[str]) -> dict[str, Any]:
-    """Return the results of all engines in plain JSON."""
-    return {
-        "job": list(job),
-        "machine": dict(machine),
-        "backends": {
-            backend: {
-                **asdict(result),
-                "tried": [{**tried._asdict(), "standing": asdict(tried.standing)} for tried in result.tried],
-            }
-            for backend, result in results.items()
-        },
-    }
+    files = []
+    for backend, result in results.items() if not job.is_script and job.reads_options else ():
+        said = [f"Found by: {command}", f"On: {as_text(machine)}", *notes(backend, result)]
+        concluded = verdict(backend, result)
+        said += [concluded.text, *concluded.details]
+        # The options of the job's own file, which this one replaces.
+        options = {**job.own, "backend": backend, **result.settings}
+        files.append(folder / f"{backend}.yaml")
+        files[-1].write_text("".join(f"# {line}\n" for line in said) + yaml.safe_dump(options, sort_keys=False))
+    return files

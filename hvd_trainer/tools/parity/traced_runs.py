@@ -56,8 +56,7 @@ class Side(NamedTuple):
             return None if trace is None or trace.size != ranks else {"steps": len(trace.steps)}
 
         label = f"{name if name == engine else f'{name}, {engine}'} on {plural(ranks, 'rank')}"
-        identity = {"engine": engine, "exactly": exactly, "ranks": ranks, "words": [*job], "options": options}
-        return JobTrial(label, identity, trial.start, read)
+        return JobTrial(label, trial.identity, trial.start, read)
 
 
 class TracedRun(NamedTuple):

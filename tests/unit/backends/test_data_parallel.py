@@ -13,8 +13,9 @@ from trainings import options_of
 from hvd_trainer import BackendError, OptionError, TensorData, Trainer, backends
 from hvd_trainer.backends.data_parallel import DataParallelBackend
 from hvd_trainer.measure import measured
-from hvd_trainer.tools.compare.trials import make_trials, read_entries
-from hvd_trainer.tools.compare.variants import make_variants
+from hvd_trainer.tools.compare.options import CompareOptions
+from hvd_trainer.tools.compare.plan import plan
+from hvd_trainer.utils import accelerator
 
 JOB = ("-m", "hvd_trainer.mnist")
 
@@ -78,23 +79,26 @@ def test_data_parallel_refuses_conflicting_options(reproducible: int | None) -> 
 
 
 def test_compare_gives_data_parallel_a_gpu_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = read_entries("ddp,data-parallel", [], max_ranks=4, num_gpus=4)
-    plan = make_trials(entries, [1, 2, 4], make_variants(JOB, []), threads=1, conditions={"warmup_steps": 0})
-    labels = [trial.label for trial in plan]
+    monkeypatch.setattr(accelerator, "count", lambda kind: 4)
+    trials = plan(JOB, [], CompareOptions(np="1,2,4", backend="ddp,data-parallel"), {})
+    labels = [trial.label for trial in trials]
     assert labels == ["ddp x 1", "ddp x 2", "data-parallel x 2", "ddp x 4", "data-parallel x 4"]
     log = Path("log")
     processes: list[int] = []
     monkeypatch.setattr(measured, "read_figures", lambda log, number, warmup_steps: processes.append(number))
-    assert [trial.read(log) for trial in plan] == [None] * 5
+    assert [trial.read(log) for trial in trials] == [None] * 5
     assert processes == [1, 2, 1, 4, 1]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert plan[2].start(log).variables["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert trials[2].start(log).variables["CUDA_VISIBLE_DEVICES"] == "0,1"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
-    assert plan[2].start(log).variables["CUDA_VISIBLE_DEVICES"] == "3,5"
-    assert "CUDA_VISIBLE_DEVICES" not in plan[1].start(log).variables
+    assert trials[2].start(log).variables["CUDA_VISIBLE_DEVICES"] == "3,5"
+    assert "CUDA_VISIBLE_DEVICES" not in trials[1].start(log).variables
 
 
 @pytest.mark.parametrize(("most", "gpus"), [(2, 1), (1, 4), (4, 2)])
-def test_compare_refuses_data_parallel_without_enough_gpus(most: int, gpus: int) -> None:
+def test_compare_refuses_data_parallel_without_enough_gpus(
+    most: int, gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "count", lambda kind: gpus)
     with pytest.raises(OptionError, match="needs as many GPUs as ranks"):
-        read_entries("data-parallel", [], max_ranks=most, num_gpus=gpus)
+        plan(JOB, [], CompareOptions(np=f"1,{most}", backend="data-parallel"), {})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared import compared, only, run_of, trials_of, unseen
+from compared import compared, only, publish, run_of, trials_of, unseen
 from pages import open_page
 
 from hvd_trainer.measure.results import TrialResult
@@ -75,7 +75,7 @@ def test_runs_of_different_goes_are_no_pairs(tmp_path: Path, capsys: pytest.Capt
     apart = [replace(run_of(trial, n), go=float(place)) for place, trial in enumerate(plan) for n in (1, 2)]
     comparison = compared(plan, apart)
     assert comparison.pairs == []
-    report.write(comparison, tmp_path)
+    publish(comparison, tmp_path)
     said = capsys.readouterr().out
     assert "warning: horovod x 2 and ddp x 2 have run at different times, and in no round in turn" in said
     assert "Type: python -m hvd_trainer compare --rounds 7 -- -m hvd_trainer.mnist" in said
@@ -88,7 +88,7 @@ def test_warnings_stand_in_every_output(tmp_path: Path, capsys: pytest.CaptureFi
     """Those of the commands that made the runs, failed rounds, and too few of them with what to type."""
     plan = trials_of(ranks="2", backends="horovod,ddp")
     runs = [replace(run_of(trial), warnings=("other programs are at work",)) for trial in plan]
-    report.write(compared(plan, [*runs, RunRecord(plan[0].identity, 2, "failed", 1.0, "no memory")]), tmp_path)
+    publish(compared(plan, [*runs, RunRecord(plan[0].identity, 2, "failed", 1.0, "no memory")]), tmp_path)
     for text in outputs(tmp_path, capsys):
         assert "other programs are at work" in text
         assert "horovod x 2: failed in round 2: no memory" in text
@@ -107,7 +107,7 @@ def test_failed_trials_come_first_in_every_output(tmp_path: Path, capsys: pytest
     """It ended with a verdict on the one that was left, and the failures below its tables."""
     plan = trials_of(ranks="1,2", backends="horovod,ddp")
     runs = [RunRecord(trial.identity, 1, "failed", 1.0, "no memory", output="failed/1.txt") for trial in plan[1:]]
-    report.write(compared(plan, [run_of(plan[0]), *runs]), tmp_path)
+    publish(compared(plan, [run_of(plan[0]), *runs]), tmp_path)
     out, kept, markdown, page = outputs(tmp_path, capsys)
     failed = "3 of 4 trials failed."
     assert out.startswith(f"{failed}\n  ddp x 1; horovod x 2; ddp x 2: failed in round 1: no memory\n")
@@ -181,7 +181,7 @@ def test_pictures_leave_out_unknown_figures() -> None:
 @pytest.mark.parametrize("width", [400, 1280])
 def test_page_in_a_browser(made: Comparison, browser: Any, tmp_path: Path, width: int) -> None:
     """On a telephone and on a desk: nothing is wider than the window, and nothing is loaded or goes wrong."""
-    report.write(made, tmp_path)
+    publish(made, tmp_path)
     page = open_page(browser, tmp_path / "comparison.html", width, "light")
     page.evaluate("document.querySelectorAll('details').forEach(it => it.open = true)")
     assert page.evaluate("document.documentElement.scrollWidth") == width
@@ -218,7 +218,7 @@ def grid() -> Comparison:
 
 
 def test_report_names_trials_without_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    report.write(grid(), tmp_path)
+    publish(grid(), tmp_path)
     text = capsys.readouterr().out
     assert re.search(r"ddp +2 +2 +2 +16 +1,084 ", text)
     assert re.search(r"ddp +2 +2 +2 +16 .* 40\.0%", text)
@@ -239,7 +239,7 @@ def test_report_names_trials_without_figures(capsys: pytest.CaptureFixture[str],
     assert "Heat map: throughput, samples/s" in page
     # Heat maps of the page once were saved without their style: letters were shapes, and names random.
     assert re.search(r"<text [^>]*>1,084</text>", page)
-    report.write(grid(), tmp_path)
+    publish(grid(), tmp_path)
     assert (tmp_path / "comparison.html").read_text() == page
 
 

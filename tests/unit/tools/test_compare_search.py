@@ -13,13 +13,11 @@ import yaml
 from compared import RAN
 
 from hvd_trainer import OptionError
-from hvd_trainer.measure.stats import Noise
-from hvd_trainer.tools.compare import search_report
 from hvd_trainer.tools.compare.race import Race
 from hvd_trainer.tools.compare.search import AS_IT_IS, Search, SearchResult, Speed
-from hvd_trainer.tools.compare.search_report import as_yaml, line_of, verdict
-from hvd_trainer.tools.compare.settings import as_words, find_changes
-from hvd_trainer.tools.compare.settings_runner import SearchJob
+from hvd_trainer.tools.compare.search_job import SearchJob
+from hvd_trainer.tools.compare.search_report import conclude, line_of, verdict, write_settings
+from hvd_trainer.tools.compare.settings import as_words, describe, find_changes
 
 FACTS = {
     "device": "cpu",
@@ -33,22 +31,23 @@ FACTS = {
     "compression": "none",
     "parameters": 10_000_000,
 }
+ON_TRAINER = {"on_trainer": True, "reads_options": True}
 
 # What can be changed.
 
 
 def labels(group: Any, backend: str = "ddp", settings: Mapping[str, Any] | None = None, **facts: Any) -> list[str]:
-    return [its.label for its in find_changes(group, backend, FACTS | facts, settings or {}, ())]
+    return [describe(its) for its in find_changes(group, backend, FACTS | facts, settings or {}, ())]
 
 
 def test_changes_of_a_script_are_options_of_run() -> None:
     """Loaders and compression are its own; what lies underneath it is tuned."""
     facts = {"device": "cpu", "threads": 1, "cores": 2, "parameters": 30_000_000}
     hvd, ddp = {**facts, "uses_hvd": True}, {**facts, "uses_hvd": False}
-    assert [its.label for its in find_changes("threads", "ddp", ddp, {}, ())] == ["--threads 2"]
-    labels = {its.label for its in find_changes("exchange", "horovod", hvd, {}, ())}
+    assert [describe(its) for its in find_changes("threads", "ddp", ddp, {}, ())] == ["--threads 2"]
+    labels = {describe(its) for its in find_changes("exchange", "horovod", hvd, {}, ())}
     assert {"--fusion-threshold-mb 25", "--cycle-time-ms 5"} <= labels
-    labels = {its.label for its in find_changes("exchange", "ddp", ddp, {}, ())}
+    labels = {describe(its) for its in find_changes("exchange", "ddp", ddp, {}, ())}
     assert "--bucket-mb 64" in labels
     assert not any("cycle" in its for its in labels)
     job = SearchJob(("train.py", "--lr", "0.1"), 2)
@@ -69,11 +68,15 @@ def test_find_changes_leaves_out_equal_settings() -> None:
     assert labels("compression", "horovod") == ["--compression fp16", "--compression bf16"]
 
 
-def test_options_of_the_job_are_not_changed() -> None:
-    assert {change.option for change in find_changes("data", "horovod", FACTS, {}, {"workers"})} == {"prefetch"}
-    words = ("job.py", "--bucket-mb=4", "--no_sync_batch_norm", "--lr", "-1")
-    job = SearchJob(words, 2, {"workers": 2}, is_script=False)
-    assert job.fixed == {"bucket_mb", "sync_batch_norm", "lr", "workers"}
+def test_options_of_the_job_are_not_changed(tmp_path: Path) -> None:
+    assert {name for change in find_changes("data", "horovod", FACTS, {}, {"workers"}) for name in change} == {
+        "prefetch"
+    }
+    own = tmp_path / "own.yaml"
+    own.write_text("workers: 2\n")
+    words = ("job.py", "--bucket-mb=4", "--no_sync_batch_norm", "--lr", "-1", "--config", str(own))
+    job = SearchJob(words, 2, ON_TRAINER)
+    assert job.fixed == {"bucket_mb", "sync_batch_norm", "lr", "workers", "config"}
 
 
 # Races.
@@ -115,7 +118,7 @@ def test_race_among_equals_has_no_winner() -> None:
 
 
 def test_race_drops_a_candidate_that_does_not_run() -> None:
-    race = Race(["a", "b"], 0.02, 4, Noise(0.0001, 10))
+    race = Race(["a", "b"], 0.02, 4, [[0.0, 0.003] * 6])
     race.note(1.0, {"a": None, "b": 1.5})
     assert race.running == ["b"]
     race.note(1.0, {"b": 1.5})
@@ -262,13 +265,27 @@ def test_search_stops_when_adopted_settings_fail() -> None:
         search(lambda label, settings: next(speeds), in_memory=True)
 
 
-def test_as_yaml_keeps_the_options_of_the_jobs_file() -> None:
-    found, _ = searched(BOUNDS | {"--bucket-mb 4": 1.2})
-    text = as_yaml("ddp", found, {"lr": 0.1, "backend": "horovod"}, "compare -- job.py", {"cores": 2})
+def test_settings_keep_the_options_of_the_jobs_file(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("lr: 0.1\nbackend: horovod\n")
+    result, _ = searched(BOUNDS | {"--bucket-mb 4": 1.2})
+    job = SearchJob(("job.py", "--config", str(tmp_path / "own.yaml")), 2, ON_TRAINER)
+    (file,) = write_settings({"ddp": result}, job, tmp_path, {"cores": 2}, "compare -- job.py")
+    text = file.read_text()
     assert yaml.safe_load(text) == {"lr": 0.1, "backend": "ddp", "bucket_mb": 4}
     assert text.startswith("# Found by: compare -- job.py\n# On: cores 2\n")
     assert "# ddp: --bucket-mb 4 makes the job 1.2" in text
     assert "# It adds in another order" in text
+
+
+def test_line_to_type_starts_the_engine_that_was_measured(tmp_path: Path) -> None:
+    """An engine that is typed won over the one of the file, and MPI was to be started by horovodrun."""
+    result = SearchResult({"threads": 2})
+    job = SearchJob(("job.py", "--backend", "horovod", "--transport=mpi"), 2, ON_TRAINER)
+    assert line_of(job, "ddp", result, tmp_path) == (
+        f"torchrun --nproc-per-node 2 job.py --transport=mpi --backend ddp --config {tmp_path}/ddp.yaml"
+    )
+    line = line_of(job, "horovod", result, tmp_path)
+    assert line.startswith("mpirun -np 2 python job.py --transport=mpi --backend horovod --config ")
 
 
 # The job, and its report.
@@ -277,9 +294,9 @@ def test_as_yaml_keeps_the_options_of_the_jobs_file() -> None:
 def test_unreadable_config_of_the_job_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("- a list\n")
     with pytest.raises(OptionError, match="should hold lines such as"):
-        SearchJob(("job.py", "--config", str(tmp_path / "own.yaml")), 2).on_trainer(reads_options=True)
+        assert SearchJob(("job.py", "--config", str(tmp_path / "own.yaml")), 2, ON_TRAINER).own
     with pytest.raises(OptionError, match="cannot be read"):
-        SearchJob(("job.py", f"--config={tmp_path}/none.yaml"), 2).on_trainer(reads_options=True)
+        assert SearchJob(("job.py", f"--config={tmp_path}/none.yaml"), 2, ON_TRAINER).own
 
 
 def test_settings_of_a_job_that_reads_no_options_go_into_its_code(
@@ -287,28 +304,30 @@ def test_settings_of_a_job_that_reads_no_options_go_into_its_code(
 ) -> None:
     """It was to be started with --config, which it does not take; its own --config is none of the Trainer's."""
     helps, _ = searched(BOUNDS | {"--bucket-mb 4": 1.2, "--threads 1": 1.1})
-    job = SearchJob(("train.py", "--config", "none.yaml", "--threads", "9"), 2).on_trainer(reads_options=False)
+    work = ON_TRAINER | {"reads_options": False}
+    job = SearchJob(("train.py", "--config", "none.yaml", "--threads", "9"), 2, work)
     assert (job.fixed, job.own) == (set(), {})
-    search_report.write({"ddp": helps}, job, tmp_path, machine={}, warnings=[], ran=RAN)
+    publish({"ddp": helps}, job, tmp_path)
     said = capsys.readouterr().out
     assert "Type: TrainerOptions(engine=EngineOptions(backend='ddp', threads=1, bucket_mb=4))" in said
     assert "ddp.yaml" not in said
     assert not (tmp_path / "ddp.yaml").exists()
 
 
+def publish(results: Mapping[str, SearchResult], job: SearchJob, folder: Path) -> None:
+    files = write_settings(results, job, folder, {}, "")
+    known: dict[str, Any] = {"machine": {"cores": 2}, "warnings": ["busy"], "ran": RAN}
+    report = conclude(results, job, folder, **known)
+    report.show()
+    report.write(folder, "search", files)
+
+
 def test_report_of_a_search_has_what_to_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the terminal, the page, Markdown and JSON: the verdict, what to type, and the warnings."""
     helps, _ = searched(BOUNDS | {"--bucket-mb 4": 1.2})
     nothing, _ = searched({})
-    job = SearchJob(("-m", "hvd_trainer.mnist", "--lr", "0.1"), 2, is_script=False)
-    search_report.write(
-        {"horovod": nothing, "ddp": helps},
-        job,
-        tmp_path,
-        machine={"cores": 2},
-        warnings=["busy"],
-        ran=RAN,
-    )
+    job = SearchJob(("-m", "hvd_trainer.mnist", "--lr", "0.1"), 2, ON_TRAINER)
+    publish({"horovod": nothing, "ddp": helps}, job, tmp_path)
     out = capsys.readouterr().out
     texts = [out, *((tmp_path / f"search.{kind}").read_text() for kind in ("json", "md", "html"))]
     line = "torchrun --nproc-per-node 2 -m hvd_trainer.mnist --lr 0.1 --config "

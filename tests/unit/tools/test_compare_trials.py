@@ -18,9 +18,7 @@ from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.start import Start
 from hvd_trainer.tools.compare import cli
 from hvd_trainer.tools.compare.options import CompareOptions
-from hvd_trainer.tools.compare.result import side_of
-from hvd_trainer.tools.compare.trials import CompareTrial
-from hvd_trainer.tools.compare.variants import make_variants, read_axes
+from hvd_trainer.tools.compare.plan import CompareTrial, read_axes, with_values
 from hvd_trainer.tools.parity import traced_runs
 
 
@@ -51,7 +49,7 @@ def test_make_trials_yields_the_product_with_engines_side_by_side() -> None:
     assert len({trial.key for trial in trials}) == len(trials)
     last = trials[-1]
     assert last.ranks == 2
-    assert last.variant.words == (*JOB, "--chunks", "4")
+    assert last.job == (*JOB, "--chunks", "4")
     assert last.label == "horovod x 2, chunks 4"
 
 
@@ -78,7 +76,7 @@ def test_trial_key_depends_on_files_among_the_words_and_on_the_package(tmp_path:
     before, after = keys("lr: 0.1"), keys("lr: 0.2")
     assert (before[0] != after[0], before[1] == after[1]) == (True, True)
     assert keys("lr: 0.1") == before
-    for name in ("host", "cpu", "package"):
+    for name in ("host", "cpu", "cores", "package"):
         assert name in machine.conditions(machine.describe_machine()), "another machine measures anew"
 
 
@@ -111,12 +109,15 @@ def test_values_of_options_are_varied_at_their_place(tmp_path: Path) -> None:
     script.write_text("import torch\n")
     job = (str(script), "--batch_size=8", "data", "--lr", "0.5", "folder", "--fp16")
     axes = read_axes(["batch-size=16,32", "lr=0.1", "fp16=true,false", "momentum=0.9"])
-    found = [" ".join(its.words[1:]) for its in make_variants(job, axes)]
+    values = itertools.product(*(axis.values for axis in axes))
+    found = [" ".join(with_values(job, list(zip(axes, chosen, strict=True)))[1:]) for chosen in values]
     assert found == [
         f"--batch_size {size} data --lr 0.1 folder{fp16} --momentum 0.9"
         for size in (16, 32)
         for fp16 in (" --fp16", "")
     ]
+    twice = with_values(("train.py", "--lr", "1", "--lr=2"), [(axes[1], "0.1")])
+    assert twice == ("train.py", "--lr", "0.1", "--lr", "0.1"), "of an option typed twice the last one counts"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_compare_refuses_to_go_on_after_unequal_work(monkeypatch: pytest.MonkeyP
     rates = {"horovod": [[0.004, 235]], "ddp": [[0.002, 235]]}
     monkeypatch.setattr("hvd_trainer.measure.trials.run_to_end", lambda *_, **__: 0)
     monkeypatch.setattr(
-        CompareTrial, "read", lambda trial, _: FIGURES | {"work": WORK | {"rates": rates[trial.entry.name]}}
+        CompareTrial, "read", lambda trial, _: FIGURES | {"work": WORK | {"rates": rates[trial.entry]}}
     )
     for _ in range(2):  # also if both were measured before
         with pytest.raises(OptionError, match=r"learning rate: 0\.004 and 0\.002 in step 1\nMake the job do"):
@@ -250,9 +251,9 @@ def test_work_may_differ_between_numbers_of_ranks_and_variants() -> None:
     plain = Side("plain.py", 2, {"steps": 235, "parameters": 21840, "rates": [[0.002 * (1 + 1e-12), 235]]})
     assert differences(side("ddp"), plain) == [], "unknown work of a script is not compared"
     trials = trials_of(ranks="2", backends="horovod,ddp", batch_size="16,32")
-    sides = [side_of(t, run_of(t, batch=2 * int(t.values["batch_size"]))) for t in trials]
+    sides = [t.side(run_of(t, batch=2 * int(t.values["batch_size"]))) for t in trials]
     assert not any(differences(one, other) for one, other in itertools.combinations(sides, 2))
-    wrong = side_of(trials[-1], run_of(trials[-1], batch=63))
+    wrong = trials[-1].side(run_of(trials[-1], batch=63))
     assert differences(sides[-2], wrong) == ["global batch: 64 and 63"]
 
 

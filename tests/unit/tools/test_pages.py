@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
-from compared import RAN, compared, run_of, trials_of
+from compared import RAN, compared, publish, run_of, trials_of
 from made_traces import make_trace, multiply
 from pages import find_barriers, open_page
 
 from hvd_trainer.cli import main
 from hvd_trainer.measure.stack_record import MAIN, Frame, Record, StackCount
-from hvd_trainer.tools.compare import report as compare
 from hvd_trainer.tools.diagnose.evidence import Evidence
 from hvd_trainer.tools.diagnose.profile import RankProfile
 from hvd_trainer.tools.diagnose.report import Diagnosis, conclude
@@ -30,7 +29,7 @@ def write_comparison(folder: Path) -> Path:
     plan = trials_of(ranks="1,2", backends="horovod,ddp")
     rates = {"horovod x 1": 1000, "ddp x 1": 1000, "horovod x 2": 1800, "ddp x 2": 1500}
     runs = [run_of(trial, n, rates[trial.label] + 10 * n * trial.ranks) for n in range(1, 3) for trial in plan]
-    compare.write(compared(plan, runs), folder)
+    publish(compared(plan, runs), folder)
     return folder / "comparison.html"
 
 
@@ -162,3 +161,18 @@ def test_runs_are_shown_with_what_happened(written: dict[str, Path], capsys: pyt
     assert "started_at" not in page
     assert main(["show", str(written["show"].parent / "third")]) == 2
     assert "third has no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_a_damaged_run_is_shown_as_far_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list for options, and a word for a figure that another run has, ended it with a traceback."""
+    for name in DISPLAYS:
+        monkeypatch.delenv(name, raising=False)
+    for name, loss in (("good", 0.5), ("damaged", "low")):
+        (tmp_path / name).mkdir()
+        line = {"event": "step", "step": 1, "time": 1e9, "started_at": 1e9, "train_loss": loss}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        (tmp_path / name / "config.yaml").write_text("- a list\n")
+    assert main(["show", str(tmp_path / "good"), str(tmp_path / "damaged"), "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "show.md").read_text()
+    assert "| train_loss | 0.5 | - |" in text
+    assert "damaged: 1 step so far.**" in text

@@ -18,10 +18,11 @@ import pytest
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import read_command, read_job
 from hvd_trainer.measure.failure_reason import why_it_failed
-from hvd_trainer.measure.figures import last_loss, speed
+from hvd_trainer.measure.figures import are_figures, last_loss, speed
 from hvd_trainer.measure.formats import to_json
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.message import Message
+from hvd_trainer.measure.results import TrialResult
 from hvd_trainer.measure.start import MARK, Start, find_processes, launched, locked_folder
 from hvd_trainer.measure.steps import FOLDER
 from hvd_trainer.measure.trials import JobTrial, RunRecord, TrialRunner, append_run, in_rounds, read_runs
@@ -130,6 +131,15 @@ def test_start_of_a_job_leaves_its_words_as_they_are(tmp_path: Path) -> None:
     )
 
 
+def test_threads_of_the_environment_are_another_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search took the runs that another number of threads had made."""
+    keys = set()
+    for threads in ("1", "2"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        keys |= {MeasuredTrial(job=("train.py",), engine="ddp", ranks=2).key}
+    assert len(keys) == 2
+
+
 def trial_of(
     code: str, read: Callable[[Path], Mapping[str, Any] | None] = lambda log: {"step_s": 0.1}, **identity: Any
 ) -> JobTrial:
@@ -206,6 +216,17 @@ def test_runs_know_their_go_and_what_was_warned_of(tmp_path: Path, capsys: pytes
     assert (one.warnings, three.warnings) == (("other programs are at work",), ())
 
 
+def test_a_run_that_diverged_is_kept(tmp_path: Path) -> None:
+    """JSON has no NaN: its record was left out like a damaged one, and each command made the run again."""
+    work = {"on_trainer": True, "steps": 1, "rates": [[0.1, 1]]}
+    figures = {"work": work, "first_step_at": 1.0, "step_s": 0.1, "train_loss": math.nan, "last_loss": math.inf}
+    TrialRunner(tmp_path).run(trial_of(DONE, lambda log: figures))
+    runner = TrialRunner(tmp_path, are_figures=are_figures)
+    assert runner.is_done({}, 1)
+    (result,) = TrialResult.collect([trial_of(DONE)], list(runner.last.values()))
+    assert (result.median("step_s"), result.median("train_loss"), result.median("last_loss")) == (0.1, None, None)
+
+
 def test_run_all_gives_up_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = trial_of(DONE, n=1), trial_of(FAILED, n=2)
     runner = TrialRunner(tmp_path)
@@ -246,9 +267,13 @@ def test_read_job_refuses_impossible_jobs(words: Sequence[str], message: str) ->
     assert message in str(caught.value)
 
 
-def test_read_job_accepts_python_in_front() -> None:
+def test_read_job_accepts_python_in_front(tmp_path: Path) -> None:
     job = ("-m", "hvd_trainer.mnist", "--epochs", "1")
-    assert read_job(["python", *job]) == job
+    for python in ("python", "python3", sys.executable):
+        assert read_job([python, *job]) == job
+    script = tmp_path / "python_loop.py"
+    script.touch()
+    assert read_job([str(script), "--epochs", "1"]) == (str(script), "--epochs", "1"), "it was taken for Python"
 
 
 def recorded(seconds: Sequence[Sequence[Sequence[float]]]) -> list[dict[str, Any]]:

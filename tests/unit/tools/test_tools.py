@@ -45,6 +45,7 @@ every_tool = pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name
         (compare, ["--lossy"], "--lossy is for --search"),
         (compare, ["--search", "--backend", "ddp,single"], "name horovod, ddp, each once"),
         (compare, ["--backend", "ddp,ddp"], "each once"),
+        (compare, ["--backend", "single", "--np", "2", "--vary", "seed=1,2"], "has one rank. Type: --np 1"),
     ],
 )
 def test_mistakes_are_refused_before_anything_runs(
