@@ -47,17 +47,19 @@ results["objects"] = torch.tensor(hvd.allgather_object(hvd.rank()))
 def train(model, optimizer):
     for _ in range(3):
         optimizer.zero_grad()
-        model(same).pow(2).mean().backward()
+        model(same).pow(3).mean().backward()
         optimizer.step()
 
 
-model = torch.nn.Linear(2, 1)
+model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1, affine=False))
+model[1].running_mean += hvd.rank()  # as if rank 0 alone had loaded it
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), OPTIONS)
 same += hvd.rank()
 train(model, optimizer)
-results["weights"] = model.weight.detach().clone()
+results["weights"] = model[0].weight.detach().clone()
+results["statistics"] = model[1].running_mean.clone()
 hvd.shutdown()
 """
 OPTIONS = [

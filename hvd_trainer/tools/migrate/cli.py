@@ -83,6 +83,14 @@ def main(argv: Sequence[str]) -> int:
     left = [f"{file.path}:{line}: {what}: {advice}" for file in migrated for line, what, advice in file.left]
     if left:
         print("", "Left as it is, to do by hand:", *left, sep="\n")
+    named = [
+        f"{file.path}:{number}: {line.strip()}"
+        for file in migrated
+        for number, line in enumerate(file.after.splitlines(), start=1)
+        if file.before != file.after and "horovod" in line.lower() and "hvd_trainer" not in line
+    ]
+    if named:
+        print("", "Comments and texts that still name Horovod, by their new lines:", *named, sep="\n")
     changed = plural(sum(file.before != file.after for file in migrated), "file")
     print(f"\n{changed} {'changed' if options.write else 'to change: add --write'}", flush=True)
     code = 0

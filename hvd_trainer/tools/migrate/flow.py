@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,11 @@ import libcst as cst
 from libcst import matchers as m
 
 from hvd_trainer.tools.migrate.source import API, Source
+from hvd_trainer.tools.migrate.table import BY_NAME
 
+ELASTIC = re.compile(rf"{API}\.elastic\.(?!ElasticSampler)")
+Variable = tuple[Source, str]
+"""A file, and the key of a variable in it."""
 OF_DDP = {
     *("train", "eval", "parameters", "zero_grad", "training", "requires_grad_", "buffers", "modules", "apply"),
     *("no_sync", "register_comm_hook", "join", "to", "cuda", "cpu", "float", "half"),
@@ -36,9 +41,18 @@ class NotFollowedError(Exception):
 
 
 class Folder:
-    """All files that are migrated together."""
+    """All files that are migrated together.
 
-    def __init__(self, texts: Mapping[Path, str]) -> None:
+    Attributes:
+        keep: the names of each file that still refer to Horovod, which is started, too; None: nothing does.
+        rules: those that apply, by the names of calls.
+        wrapped: calls of DistributedOptimizer in whose place DDP has come.
+        optimizers, loads: last names of the optimizers, and of the objects whose state is loaded.
+        is_sure: whether all optimizers have become plain ones.
+    """
+
+    def __init__(self, texts: Mapping[Path, str], keep: Mapping[Path, set[str]] | None = None) -> None:
+        self.keep, self.wrapped, self.is_sure = keep, set[cst.CSTNode](), False
         self.sources = [Source(path, text) for path, text in texts.items()]
         self.functions: dict[str, list[tuple[Source, cst.FunctionDef]]] = defaultdict(list)
         for source in self.sources:
@@ -47,8 +61,15 @@ class Folder:
                 self.functions[owner.name.value if owner else function.name.value].append((source, function))
         self.args = [(source, arg) for source in self.sources for arg in source.find(cst.Arg)]
         for source, arg in self.args:
-            if API in source.qualified(arg.value) and (place := self.parameter(source, arg)):
+            if source.qualified(arg.value) == API and (place := self.parameter(source, arg)):
                 place[0].passed.add(place[1])
+        # Where the ranks of a training change, `hvd_trainer.hvd` takes all of it.
+        names = (source.qualified(node) for source in self.sources for node in source.below(source.module))
+        self.is_elastic = any(ELASTIC.match(name) for name in names)
+        self.rules = {} if self.is_elastic else BY_NAME
+        targets = (source.target(call) for source, call in self.calls("DistributedOptimizer"))
+        self.optimizers = {name.split(".")[-1] for name in targets if name} | self.owners("skip_synchronize")
+        self.loads = self.owners("load_state_dict")
 
     def calls(self, name: str) -> list[tuple[Source, cst.Call]]:
         """Return all calls of a name in Horovod's API."""
@@ -59,13 +80,14 @@ class Folder:
         """Return the last names of the objects whose method of this name is called."""
         named = m.Call(m.Attribute(m.Name() | m.Attribute(), m.Name(method)))
         every = ((source, call) for source in self.sources for call in source.find(cst.Call))
-        return {source.code(call.func.value).split(".")[-1] for source, call in every if m.matches(call, named)}  # type: ignore[attr-defined]
+        return {last_name(call.func.value) for source, call in every if m.matches(call, named)}  # type: ignore[attr-defined]
 
-    def parameter(self, source: Source, arg: cst.Arg) -> tuple[Source, str] | None:
-        """Return the key of the parameter of a function, or of a class's `__init__`, that an argument is for."""
+    def parameter(self, source: Source, arg: cst.Arg) -> Variable | None:
+        """Return the parameter of a function, or of a class's `__init__`, that an argument is for."""
         call: Any = source.parents[arg]
-        name = last_name(call.func) if isinstance(call, cst.Call) and not arg.star else ""
-        modules, known = source.modules(call.func) if name else set(), self.functions.get(name, [])
+        if arg.star or not isinstance(call, cst.Call):
+            return None
+        modules, known = source.modules(call.func), self.functions.get(last_name(call.func), [])
         local = [candidate for candidate in known if candidate[0] is source]
         if modules:
             known = [candidate for candidate in known if candidate[0].path.stem in modules]
@@ -95,17 +117,16 @@ class Training:
 
     calls: list[tuple[Source, cst.Call, str]] = field(default_factory=list)
     edits: list[tuple[Source, cst.BaseExpression, str]] = field(default_factory=list)
-    given: list[tuple[Source, str]] = field(default_factory=list)
-    asks: list[tuple[Source, str]] = field(default_factory=list)
+    given: list[Variable] = field(default_factory=list)
+    asks: list[Variable] = field(default_factory=list)
 
 
 def follow(
     folder: Folder,
-    source: Source,
-    key: str,
+    variable: Variable,
     name: str | None = None,
     after: cst.CSTNode | None = None,
-    seen: tuple[tuple[Source, str], ...] = (),
+    seen: tuple[Variable, ...] = (),
 ) -> Training:
     """Return where the model in a variable goes.
 
@@ -117,20 +138,19 @@ def follow(
     Raises:
         NotFollowedError: the model is trained by other means than calls.
     """
-    result, passed = Training(), []
-    for node in source.uses[key] if (source, key) not in seen else ():
+    (source, key), result, passed = variable, Training(), []
+    for node in source.uses[key] if variable not in seen else ():
         parent: Any = source.parents[node]
         outer: Any = source.parents[parent] if isinstance(parent, (cst.Attribute, cst.Arg)) else parent
         is_early = (
             after and source.function(node) is source.function(after) and source.line(node) <= source.line(after)
         )
-        is_forward = m.matches(parent, m.Attribute(attr=m.Name("forward")))
+        if source.assigned(node) or is_early:
+            continue
         is_call = isinstance(outer, cst.Call) and (parent is outer or outer.func is parent)
         is_used = not isinstance(source.parents.get(outer), cst.Expr) and trains(source, node)
         code = source.code(node)
-        if source.assigned(node) or is_early:
-            continue
-        if is_call and (parent is outer or is_forward):
+        if is_call and (parent is outer or parent.attr.value == "forward"):
             if not is_evaluation(source, node):
                 result.calls.append((source, outer, name or code))
                 result.edits.append((source, outer.func, name or code))
@@ -138,31 +158,32 @@ def follow(
             if is_call and is_used and parent.attr.value not in OF_MODULES:
                 raise NotFollowedError(f"the training calls `{source.code(parent)}`, which DDP does not see")
             if name is None and parent.attr.value not in OF_DDP:
-                result.asks.append((source, key))
+                result.asks.append(variable)
                 result.edits.append((source, node, f"{code}.module"))
         elif isinstance(parent, cst.Arg) and (place := folder.parameter(source, parent)):
             passed.append((node, place))
         elif isinstance(parent, cst.Arg) and is_used:
             called = source.code(getattr(outer, "func", outer))
             raise NotFollowedError(f"the training gives the model to `{called}`, which is not in these files")
-        for place in _assigned_to(folder, source, node):
-            if isinstance(parent, cst.Arg) and follow(folder, *place, seen=(*seen, (source, key))).calls:
+        is_known = bool(passed) and passed[-1][0] is node  # what a known function returns is followed there
+        for place in () if is_known else _assigned_to(folder, source, node):
+            if isinstance(parent, cst.Arg) and follow(folder, place, seen=(*seen, variable)).calls:
                 raise NotFollowedError(f"the model is trained as `{place[1].split('.')[-1]}`")
-            passed += [] if isinstance(parent, cst.Arg) or place == (source, key) else [(node, place)]
+            passed += [] if isinstance(parent, cst.Arg) or place == variable else [(node, place)]
     for node, place in passed:
-        inner = follow(folder, *place, seen=(*seen, (source, key)))
+        inner = follow(folder, place, seen=(*seen, variable))
         for uses, inner_uses in zip(vars(result).values(), vars(inner).values(), strict=True):
             uses += inner_uses
         if inner.calls:
             result.given.append(place)
             result.edits += [(source, node, name)] if name else []
         elif name is None:
-            result.asks.append((source, key))
+            result.asks.append(variable)
             result.edits.append((source, node, f"{source.code(node)}.module"))
     return result if result.calls else Training()
 
 
-def _assigned_to(folder: Folder, source: Source, node: cst.BaseExpression) -> list[tuple[Source, str]]:
+def _assigned_to(folder: Folder, source: Source, node: cst.BaseExpression) -> list[Variable]:
     """Return the variables that get a model: by an assignment, that of an unknown call of it, or by a return."""
     parent: Any = source.parents[node]
     outer: Any = source.parents[source.parents[parent]] if isinstance(parent, (cst.Arg, cst.Element)) else parent
@@ -180,14 +201,14 @@ def _assigned_to(folder: Folder, source: Source, node: cst.BaseExpression) -> li
     return [(other, key) for other, target in targets if (key := other.key(target)) is not None]
 
 
-def last_name(function: cst.BaseExpression) -> str:
+def last_name(expression: cst.BaseExpression) -> str:
     """Return `train` of `train` and of `job.train`."""
-    return str(getattr(getattr(function, "attr", function), "value", ""))
+    return str(getattr(getattr(expression, "attr", expression), "value", ""))
 
 
 def is_evaluation(source: Source, model: cst.BaseExpression) -> bool:
     """Return whether a call of the model is not one of the training."""
-    stop = m.Call(m.Attribute(m.MatchIfTrue(lambda node: node.deep_equals(model)), m.Name("eval")))
+    stop = m.Call(m.Attribute(m.MatchIfTrue(model.deep_equals), m.Name("eval")))
     function = source.function(model)
     is_quiet = any(m.matches(ancestor, QUIET) for ancestor in source.ancestors(model))
     return is_quiet or (function is not None and not trains(source, model) and bool(m.findall(function, stop)))

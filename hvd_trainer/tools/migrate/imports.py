@@ -1,16 +1,17 @@
-"""Change a file's imports to what its new text uses, and find out what is left of Horovod in it."""
+"""Change a file's imports to what its new text uses."""
 
 from __future__ import annotations
 
 import re
 import sys
+from itertools import takewhile
 from typing import Any
 
 import libcst as cst
 from libcst import matchers as m
+from libcst.helpers import get_full_name_for_node
 
-from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.migrate.source import API, Source
+from hvd_trainer.tools.migrate.source import API
 
 NEEDED = {
     r"\bos\.environ\b": "import os",
@@ -22,85 +23,62 @@ NEEDED = {
     r"\bDDP\(": "from torch.nn.parallel import DistributedDataParallel as DDP",
 }
 """Imports that the new code needs, by a pattern of what it uses."""
-NAMES = {"dist": "torch.distributed", "DDP": "torch.nn.parallel.DistributedDataParallel"}
-NO_USE = (cst.Attribute, cst.AssignTarget, cst.NameItem, cst.Param, cst.ImportAlias, cst.AsName)
-IMPORT = m.SimpleStatementLine([m.Import() | m.ImportFrom(module=~m.Name("__future__"))])
+IMPORT = m.SimpleStatementLine([m.Import() | m.ImportFrom()])
+HEAD = m.Try() | m.SimpleStatementLine([m.Import() | m.ImportFrom() | m.Expr(m.SimpleString())])
 
 
-def _aliases(source: Source) -> list[tuple[Any, str, str, str]]:
-    """Return the names of all imports: as they are known, with the module's, and as they are written."""
-    result = []
-    statements: list[Any] = [*source.find(cst.Import), *source.find(cst.ImportFrom)]
-    for node in statements:
-        module = f"{source.code(node.module)}." if isinstance(node, cst.ImportFrom) and node.module else ""
-        for alias in () if isinstance(node.names, cst.ImportStar) else node.names:
-            written = source.code(alias.name) + (f" as {source.code(alias.asname.name)}" if alias.asname else "")
-            result.append((node, written.split()[-1], module + source.code(alias.name), written))
-    return result
+def statements(text: str, module: cst.Module) -> list[Any]:
+    """Return the statements of a text, to be put into a module."""
+    return list(cst.parse_module(text, module.config_for_parsing).body)
 
 
-def check_names(source: Source, after: str) -> None:
-    """See that a file has no other things by the names that its result has for PyTorch's.
-
-    Raises:
-        OptionError: it has.
-    """
-    for name, whole in NAMES.items():
-        imported = {of for _, known, of, _ in _aliases(source) if known == name}
-        is_variable = any(key == name or str(key).endswith(f"<locals>.{name}") for key in source.uses)
-        before, now = (len(re.findall(rf"\b{name}[.(]", text)) for text in (source.text, after))
-        if now > before and (imported - {whole} or (is_variable and not imported)):
-            raise OptionError(f"{source.path} has a `{name}` that is not {whole}: give it another name first")
+def names_of(node: Any) -> list[tuple[str, str, str]]:
+    """Return the names of an import: as they are known, with the module's, and as they are written."""
+    module = f"{get_full_name_for_node(node.module)}." if getattr(node, "module", None) else ""
+    aliases = [] if isinstance(node.names, cst.ImportStar) else node.names
+    names = [(alias.evaluated_alias or alias.evaluated_name, alias.evaluated_name) for alias in aliases]
+    return [(known, module + name, name + f" as {known}" * (known != name)) for known, name in names]
 
 
-def left_over(source: Source) -> list[tuple[cst.CSTNode, str]]:
-    """Return what refers to Horovod, with its qualified name."""
-    nodes = [node for node in source.nodes if not isinstance(source.parents.get(node), NO_USE)]
-    names = ((node, name) for node in nodes for name in sorted(source.qualified(node))[:1])
-    return [(node, name) for node, name in names if re.match(r"horovod(\.|$)", name)]
-
-
-def change_imports(source: Source) -> None:
-    """Note the changes of the imports of a file that is else as it is to be."""
-    used, aliases = {source.code(node).split(".")[0] for node, _ in left_over(source)}, _aliases(source)
-    old = dict.fromkeys(statement for statement, _, whole, _ in aliases if whole.startswith(API))
-    for statement in old:
-        kept = [
-            _stand_in(*names)
-            for at, *names in aliases
-            if at is statement and (names[0].split(".")[0] in used or API not in names[1])
-        ]
-        source.changes[source.span(statement)] = "\n".join(kept)
-    for node in source.find(cst.Attribute):
-        if source.code(node) == API and source.around(node, cst.ImportAlias) is None:
-            source.replace(node, "hvd_trainer.hvd")
-    source.remove([source.parents[statement] for statement in old if not source.changes[source.span(statement)]])
-    code = re.sub(r"#.*|^\s*(from|import) .*", "", source.text, flags=re.MULTILINE)
-    have = {known.split(".")[0] for _, known, *_ in aliases}
-    top = [node for node in source.module.body if m.matches(node, IMPORT)]
-    plain = [node for node in top if re.match(r"import \w+$", text := source.code(node)) and _is_standard(text)]
-    torch = (
-        [node for node in top if source.code(node) == "import torch"]
-        or [node for node in top if {*node.children} & {*old}]
-        or top
-    )
-    for pattern, line in NEEDED.items():
-        if re.search(pattern, code) and line.split()[-1] not in have:
-            before = [node for node in plain if source.code(node) < line] if _is_standard(line) else torch[:1]
-            place = source.span(before[-1], wide=True)[1] if before else source.span(top[0])[0] if top else 0
-            source.insert(place, f"{line}\n")
-
-
-def _stand_in(known: str, whole: str, written: str) -> str:
-    """Return the import of what stands in for Horovod's."""
+def stand_in(known: str, whole: str, written: str) -> str:
+    """Return an import, that of what stands in for Horovod's."""
     if whole == API:
-        return (
-            "import hvd_trainer.hvd"
-            if known == API
-            else "from hvd_trainer import hvd" + f" as {known}" * (known != "hvd")
-        )
+        alias = f" as {known}" * (known != "hvd")
+        return "import hvd_trainer.hvd" if known == API else f"from hvd_trainer import hvd{alias}"
     module = whole.removesuffix("." + written.split()[0]).replace(API, "hvd_trainer.hvd")
-    return f"from {module} import {written}" if API in whole else f"import {written}"
+    return f"import {written}" if whole == written.split()[0] else f"from {module} import {written}"
+
+
+def add_imports(module: cst.Module, functions: list[str]) -> cst.Module:
+    """Add imports, each where its kind is, and functions behind them."""
+    imports: list[Any] = m.findall(module, m.Import() | m.ImportFrom())
+    have = {known.split(".")[0] for node in imports for known, *_ in names_of(node)}
+    code = re.sub(r"#.*|^\s*(from|import) .*", "", module.code + "".join(functions), flags=re.MULTILINE)
+    body: list[Any] = list(module.body)
+    size = len(list(takewhile(lambda node: m.matches(node, HEAD), body)))
+    for pattern, line in NEEDED.items():
+        if not re.search(pattern, code) or line.split()[-1] in have:
+            continue
+        texts = [module.code_for_node(node.with_changes(leading_lines=())).strip() for node in body[:size]]
+        first = next((at for at, text in enumerate(texts) if re.match("import|from (?!__future__)", text)), size)
+        if _is_standard(line):
+            before = [at for at, text in enumerate(texts) if re.match(r"import \w+$", text) and text < line]
+            place = max((at + 1 for at in before if _is_standard(texts[at])), default=first)
+        else:
+            place = max((at + 1 for at, text in enumerate(texts) if text in [*NEEDED.values()][2:]), default=size)
+        (added,) = statements(line, module)
+        if place == first < size:
+            added = added.with_changes(leading_lines=body[place].leading_lines)
+            body[place] = body[place].with_changes(leading_lines=())
+        body.insert(place, added)
+        size += 1
+    for text in functions:
+        (function,) = statements(text, module)
+        apart, lead = [cst.EmptyLine(indent=False)] * 2, body[size].leading_lines
+        blank = len(list(takewhile(lambda line: not line.comment, lead)))
+        body[size] = body[size].with_changes(leading_lines=(*apart[blank:], *lead))
+        body.insert(size, function.with_changes(leading_lines=apart))
+    return module.with_changes(body=body)
 
 
 def _is_standard(line: str) -> bool:

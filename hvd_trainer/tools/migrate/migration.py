@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import libcst as cst
-from libcst import matchers as m
 
+from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.migrate.flow import Folder, NotFollowedError
-from hvd_trainer.tools.migrate.imports import change_imports, check_names, left_over
-from hvd_trainer.tools.migrate.rewrite import Job, Rewriter
+from hvd_trainer.tools.migrate.imports import names_of
+from hvd_trainer.tools.migrate.rewrite import Rewriter
 from hvd_trainer.tools.migrate.shell import migrate_commands
 from hvd_trainer.tools.migrate.source import API, Source
 from hvd_trainer.tools.migrate.table import BY_NAME, NOT_PLAIN, OTHERWISE, TABLE, Rule
-from hvd_trainer.tools.migrate.wrapping import Wrapping, find_passes, plan
+from hvd_trainer.tools.migrate.wrapping import Wrapping, plan
 
 NEEDED_BY_DDP = {"DistributedOptimizer", "broadcast_parameters"}
+NAMES = {"dist": "torch.distributed", "DDP": "torch.nn.parallel.DistributedDataParallel"}
 
 
 @dataclass
@@ -55,9 +56,9 @@ def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
         libcst.ParserSyntaxError: a file does not parse.
     """
     python = {path: text.replace("\r\n", "\n") for path, text in texts.items() if path.suffix == ".py"}
-    results = _migrate_all(Folder(python), keep=False)
-    if any(what.startswith("hvd") for result in results for _, what, _ in result.left):
-        results = _migrate_all(Folder(python), keep=True)
+    results, left = _migrate_all(Folder(python))
+    if left:
+        results, _ = _migrate_all(Folder(python, left))
     for result in results:
         ends = "\r\n" if "\r\n" in texts[result.path] else "\n"
         result.before, result.after = texts[result.path], result.after.replace("\n", ends)
@@ -69,90 +70,74 @@ def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
     return results
 
 
-def _migrate_all(folder: Folder, keep: bool) -> list[Migrated]:
-    names = {name for source in folder.sources for _, name in left_over(source)}
-    if any(re.match(rf"{API}\.elastic\.(?!ElasticSampler)", name) for name in names):
-        # The ranks of such a training change: `hvd_trainer.hvd` takes all of it.
-        results = [_finish(source, [], {}, keep=True) for source in folder.sources]
-        for result in results:
-            result.left = [row for row in result.left if row[1].startswith("hvd.elastic.")]
-        return results
-    calls = folder.calls("DistributedOptimizer")
-    targets = (source.target(call) for source, call in calls)
-    optimizers = {target.split(".")[-1] for target in targets if target} | folder.owners("skip_synchronize")
+def _migrate_all(folder: Folder) -> tuple[list[Migrated], dict[Path, set[str]]]:
+    """Return the files, and the names in each that must still refer to Horovod."""
     plans: list[Wrapping] = []
     reasons: dict[tuple[Path, int], str] = {}
+    calls = folder.calls("DistributedOptimizer")
     for source, call in calls:
         try:
-            if not {*BY_NAME} >= NEEDED_BY_DDP:
+            if not {*folder.rules} >= NEEDED_BY_DDP:
                 raise NotFollowedError("it has no rule")
             plans.append(plan(folder, source, call))
-            _apply(plans[-1], optimizers)
+            plans[-1].apply(folder)
         except NotFollowedError as error:
             reasons[source.path, source.line(call)] = str(error)
+    folder.is_sure = bool(calls) and not reasons
     _end(folder, plans)
-    job = Job(plans, optimizers, folder.owners("load_state_dict"), bool(calls) and not reasons, keep)
-    results = []
+    results, names, starts = list[Migrated](), dict[Path, set[str]](), dict[Path, set[str]]()
     for source in folder.sources:
-        rewriter = Rewriter(source, job)
-        rewriter.rewrite()
-        result = _finish(source, rewriter.used, reasons, keep)
-        result.left = sorted(
-            {*result.left, *(row for made in plans if made.source is source for row in made.notes)}
-        )
+        rewriter = Rewriter(source, folder)
+        result = Migrated(source.path, source.text, source.module.visit(rewriter).code, rewriter.used)
+        _check_names(source, result.after)
+        left = [(node, name) for node, name in rewriter.left.items() if not rewriter.is_inner(node)]
+        rows = [_advice(source, node, name, reasons) for node, name in left]
+        rows += [row for made in plans if made.source is source for row in made.notes]
+        result.left = sorted({row for row in rows if not folder.is_elastic or row[1].startswith("hvd.elastic.")})
         results.append(result)
-    return results
+        names[source.path] = {source.code(node).split(".")[0] for node in rewriter.left}
+        starts[source.path] = rewriter.starts
+    is_left = any(names.values())
+    return results, {path: names[path] | starts[path] for path in names if is_left}
 
 
-def _apply(plan: Wrapping, optimizers: set[str]) -> None:
-    """Note the changes of a plan."""
-    calls = plan.training.calls if plan.has_passes and plan.guard is None else []
-    passes = {(call[0], made[0][0]): made for call in calls if (made := find_passes(*call, optimizers))}
-    if plan.has_passes and not passes:
-        advice = (
-            f"put all passes but the last under `with {plan.name}.no_sync():`: it is right without, and slower"
-        )
-        plan.notes.append((plan.source.line(plan.optimizer), "backward_passes_per_step", advice))
-    for (source, _), (statements, header) in passes.items():
-        _put_under(source, statements, header)
-    for source, node, text in plan.training.edits:
-        source.replace(node, text)
-    if plan.hook is not None:
-        _add_hook(plan.source, TABLE.hooks[plan.hook])
-    if plan.guard is not None:
-        text = f"{plan.name} = {plan.model}\n{plan.source.indent(plan.guard)}"
-        plan.source.insert(plan.source.span(plan.guard)[0], text)
+def _advice(
+    source: Source, node: cst.CSTNode, name: str, reasons: Mapping[tuple[Path, int], str]
+) -> tuple[int, str, str]:
+    """Return a row of what is left: line, what it is, and what to do by hand."""
+    what, line = re.sub(rf"^{API}\.?", "hvd.", name).rstrip("."), source.line(node)
+    called = what.partition(".")[2]
+    advice = TABLE.by_hand.get(called.split(".")[0], (NOT_PLAIN if called in BY_NAME else "") + OTHERWISE)
+    return line, what, reasons.get((source.path, line), advice) if called == "DistributedOptimizer" else advice
 
 
-def _put_under(source: Source, statements: list[Any], header: str) -> None:
-    """Put statements under a `with`."""
-    start, end = source.span(statements[0])[0], source.span(statements[-1], wide=True)[1]
-    indent = source.indent(statements[0])
-    source.insert(start, f"with {header}:\n{indent}{source.module.default_indent}")
-    source.shift(start, end, 1)
+def _check_names(source: Source, after: str) -> None:
+    """See that a file has no other things by the names that its result has for PyTorch's.
+
+    Raises:
+        OptionError: it has.
+    """
+    for name, whole in NAMES.items():
+        before, now = (len(re.findall(rf"\b{name}[.(]", text)) for text in (source.text, after))
+        imports: list[Any] = [*source.find(cst.Import), *source.find(cst.ImportFrom)]
+        others = {whole for node in imports for known, whole, _ in names_of(node) if known == name} - {whole}
+        is_variable = any(str(key).rpartition("<locals>.")[2] == name for key in source.uses)
+        if now > before and (others or is_variable):
+            raise OptionError(f"{source.path} has a `{name}` that is not {whole}: give it another name first")
 
 
-def _add_hook(source: Source, text: str) -> None:
-    """Put a function behind the imports."""
-    head = m.SimpleStatementLine([m.Import() | m.ImportFrom() | m.Expr(m.SimpleString() | m.ConcatenatedString())])
-    first: Any = next(statement for statement in source.module.body if not m.matches(statement, head))
-    blank = next((at for at, line in enumerate(first.leading_lines) if line.comment), len(first.leading_lines))
-    place = source.span(first, wide=True)[0]
-    if text not in source.changes.get((place, place), ""):
-        source.insert(place, "\n\n" + text + "\n" * max(0, 2 - blank))
-
-
-def _end(folder: Folder, plans: list[Wrapping]) -> None:
+def _end(folder: Folder, plans: Sequence[Wrapping]) -> None:
     """Put a loop under Join where `join` follows it, and the end of the process group where it began."""
-    for source, call in folder.calls("join") if "join" in BY_NAME else ():
+    for source, call in folder.calls("join") if "join" in folder.rules else ():
         own = source.own_line(call)
         block = source.body(own)
         loop: Any = block[block.index(own) - 1] if own in block[1:] else None
         calls = [call for made in plans for call in made.training.calls if call[0] is source]
-        for name in dict.fromkeys(name for _, call, name in calls if loop in source.ancestors(call)):
-            _put_under(source, [loop], f"Join([{name}])")
+        for name in dict.fromkeys(name for _, inner, name in calls if loop in source.ancestors(inner)):
+            source.under[loop] = loop, f"Join([{name}])"
+            source.gone |= {own} if isinstance(source.parents[call], cst.Expr) else set()
     ends = folder.calls("shutdown") or any("destroy_process_group" in source.text for source in folder.sources)
-    for source, call in folder.calls("init") if not ends and {"init", "shutdown"} <= {*BY_NAME} else ():
+    for source, call in folder.calls("init") if not ends and {"init", "shutdown"} <= {*folder.rules} else ():
         block = source.body(source.own_line(call))
         around = source.parents.get(source.parents[block[0]]) if block else None
         is_main = isinstance(around, cst.If) and "__name__" in source.code(around.test)
@@ -160,34 +145,4 @@ def _end(folder: Folder, plans: list[Wrapping]) -> None:
             around in wrapping.source.ancestors(wrapping.place) for wrapping in plans
         )
         if block and (around is None or is_main or trains):
-            is_return = m.matches(block[-1], m.SimpleStatementLine([m.Return()]))
-            place = source.span(block[-1], wide=True)[not is_return]
-            source.insert(place, f"\n{source.indent(block[0])}dist.destroy_process_group()\n")
-
-
-def _finish(
-    source: Source, used: list[tuple[int, Rule]], reasons: Mapping[tuple[Path, int], str], keep: bool
-) -> Migrated:
-    """Change the imports, and list what is left."""
-    result = Migrated(source.path, source.text, source.result(), used)
-    if result.after == source.text and "horovod" not in source.text:
-        return result
-    check_names(source, result.after)
-    changed = Source(source.path, result.after)
-    changed.passed = source.passed
-    for node, name in left_over(changed):
-        what, around = re.sub(rf"^{API}\.?", "hvd.", name).rstrip("."), changed.parents.get(node)
-        is_start = (
-            keep and what in ("hvd.init", "hvd.shutdown") and isinstance(around, cst.Call) and not around.args
-        )
-        outer = (call for call in changed.ancestors(node) if isinstance(call, cst.Call) and call.func is not node)
-        if is_start or any(changed.horovod(call.func) for call in outer):
-            continue
-        line = source.old_line(changed.span(node)[0])
-        called = what.partition(".")[2]
-        advice = TABLE.by_hand.get(called.split(".")[0], (NOT_PLAIN if called in BY_NAME else "") + OTHERWISE)
-        advice = reasons.get((source.path, line), advice) if called == "DistributedOptimizer" else advice
-        result.left.append((line, what, advice))
-    change_imports(changed)
-    result.after = changed.result()
-    return result
+            source.behind[block[-1]] = "dist.destroy_process_group()"

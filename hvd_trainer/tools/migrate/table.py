@@ -25,7 +25,7 @@ class Table(msgspec.Struct, frozen=True):
 
     rules: list[Rule]
     by_hand: dict[str, str]
-    hooks: dict[str, str]
+    hooks: list[str]
 
 
 TABLE = msgspec.yaml.decode(Path(__file__).with_name("rules.yaml").read_bytes(), type=Table)

@@ -10,7 +10,8 @@ from typing import Any
 import libcst as cst
 from libcst import matchers as m
 
-from hvd_trainer.tools.migrate.flow import BACKWARD, Folder, NotFollowedError, Training, follow
+from hvd_trainer.tools.migrate.flow import Folder, NotFollowedError, Training, follow
+from hvd_trainer.tools.migrate.passes import put_passes_under
 from hvd_trainer.tools.migrate.source import Source
 from hvd_trainer.tools.migrate.table import BY_NAME, TABLE
 
@@ -25,8 +26,11 @@ USUAL = {
     "gradient_predivide_factor": r"1(\.0)?",
 }
 """Options that change what is exchanged, and the values with which they do not."""
-COMPRESSED = ("Compression.fp16", "Compression.bf16")
+BUFFERS = r"Norm\d|register_buffer|\bmodels\b|\btimm\b"
+"""What a file has in which a model may have buffers: DDP would send those of rank 0 before each pass."""
+AVERAGE = "average_gradients"
 NO_ADASUM = "Adasum has no counterpart in torch.distributed"
+NAMED = m.Call(m.Attribute(attr=m.Name("state_dict") | m.Name("named_parameters")))
 
 
 @dataclass(eq=False)
@@ -36,8 +40,8 @@ class Wrapping:
     Attributes:
         optimizer: the call of DistributedOptimizer.
         place: where DDP(...) is written: the optimizer's statement, or a broadcast of the parameters behind it.
-        lines: statements in place of `place`.
-        hook: its name in the table.
+        sends: broadcasts of its parameters.
+        lines: the statements there.
         has_passes: whether gradients are added up in several passes.
         guard: the condition under which it is wrapped; before it the model stands for itself.
         notes: line, what is left, and what to do by hand.
@@ -48,9 +52,9 @@ class Wrapping:
     place: cst.SimpleStatementLine
     model: str
     key: str
-    training: Training
+    sends: list[cst.CSTNode]
+    training: Training = field(default_factory=Training)
     lines: list[str] = field(default_factory=list)
-    hook: str | None = None
     has_passes: bool = False
     guard: cst.CSTNode | None = None
     notes: list[tuple[int, str, str]] = field(default_factory=list)
@@ -59,6 +63,34 @@ class Wrapping:
     def name(self) -> str:
         """The wrapped model: `ddp_model`, `self.ddp_model`."""
         return re.sub(r"(\w+)$", r"ddp_\1", self.model)
+
+    def apply(self, folder: Folder) -> None:
+        """Note the changes in the files."""
+        folder.wrapped.add(self.optimizer)
+        source, is_plain = self.source, self.has_passes and self.guard is None
+        calls = self.training.calls if is_plain else []
+        if self.has_passes and not [call for call in calls if put_passes_under(*call, folder.optimizers)]:
+            advice = (
+                f"put all passes but the last under `with {self.name}.no_sync():`: it is right without, and slower"
+            )
+            self.notes.append((source.line(self.optimizer), "backward_passes_per_step", advice))
+        for at, node, text in self.training.edits:
+            at.replaced[node] = text
+        source.before[self.place] += self.lines
+        if self.guard is not None:
+            source.before[self.guard].append(f"{self.name} = {self.model}")
+        source.gone |= {line for line in self.sends if self._covers(line)}
+
+    def _covers(self, broadcast: cst.CSTNode) -> bool:
+        """Return whether DDP(...) sends the weights of a broadcast: later, or with nothing in between."""
+        source, place = self.source, self.place
+        if self.guard not in (None, *source.ancestors(broadcast)):
+            return False
+        first, last = sorted((source.line(place), source.line(broadcast)))
+        is_apart = any(first < source.line(use) < last for use in source.uses[self.key])
+        return source.function(broadcast) is source.function(place) and not (
+            is_apart and first == source.line(place)
+        )
 
 
 def bind(call: cst.Call, signature: Sequence[str]) -> dict[str, Any] | None:
@@ -72,14 +104,12 @@ def bind(call: cst.Call, signature: Sequence[str]) -> dict[str, Any] | None:
     return bound
 
 
-def broadcast_of(source: Source, call: cst.Call) -> tuple[Any, str, str] | None:
-    """Return the model whose parameters are broadcast, its method that names them, and the rank."""
+def broadcast_of(source: Source, call: cst.Call) -> tuple[Any, str] | None:
+    """Return the model whose parameters are broadcast, and the rank."""
     bound = bind(call, ["params", "root_rank"]) or {}
-    named = m.Call(m.Attribute(attr=m.Name("state_dict") | m.Name("named_parameters")))
-    if not m.matches(bound.get("params", call), named):
+    if not m.matches(bound.get("params", call), NAMED):
         return None
-    root = source.code(bound["root_rank"]) if "root_rank" in bound else "0"
-    return bound["params"].func.value, bound["params"].func.attr.value, root
+    return bound["params"].func.value, source.code(bound["root_rank"]) if "root_rank" in bound else "0"
 
 
 def plan(folder: Folder, source: Source, call: cst.Call) -> Wrapping:
@@ -89,12 +119,12 @@ def plan(folder: Folder, source: Source, call: cst.Call) -> Wrapping:
         NotFollowedError: DDP cannot stand for this optimizer, or it cannot be seen whether it can.
     """
     options, statement = bind(call, SIGNATURE), source.around(call, cst.SimpleStatementLine)
-    if options is None or statement is None:
+    if options is None or statement is None or len(statement.body) > 1:
         raise NotFollowedError("its options are not those of one exchange among all ranks")
     sends = [send for at, send in folder.calls("broadcast_parameters") if at is source]
-    whole = [(send, of[0]) for send in sends if (of := broadcast_of(source, send)) is not None and of[2] == "0"]
+    whole = [(send, of[0]) for send in sends if (of := broadcast_of(source, send)) is not None and of[1] == "0"]
     named = options.get("named_parameters")
-    if named is not None and m.matches(named, m.Call(m.Attribute(attr=m.Name("named_parameters")))):
+    if named is not None and m.matches(named, NAMED):
         model = named.func.value
     elif named is None and whole and _has_only(source, options["optimizer"], source.code(whole[0][1])):
         model = whole[0][1]
@@ -105,12 +135,12 @@ def plan(folder: Folder, source: Source, call: cst.Call) -> Wrapping:
     if (key := source.key(model)) is None:
         raise NotFollowedError(f"`{source.code(model)}` is more than a variable")
     block = source.body(statement)
-    lines = [source.own_line(send) for send, of in whole if source.key(of) == key]
+    lines = [line for send, of in whole if source.key(of) == key and (line := source.own_line(send))]
     later = [line for line in lines if line in block and block.index(line) > block.index(statement)]
     place: Any = later[0] if later else statement
-    result = Wrapping(source, call, place, source.code(model), key, Training())
+    result = Wrapping(source, call, place, source.code(model), key, lines)
     _check_scope(result)
-    result.training = follow(folder, source, key, result.name, place)
+    result.training = follow(folder, (source, key), result.name, place)
     if not result.training.calls:
         raise NotFollowedError("no training call of the model is seen in these files")
     for wanted in result.training.asks:
@@ -119,7 +149,7 @@ def plan(folder: Folder, source: Source, call: cst.Call) -> Wrapping:
             raise NotFollowedError(
                 f"`{wanted[1]}` gets other models, too, and is asked for what a wrapped one has not"
             )
-    _write(result, options)
+    _write(folder, result, options)
     return result
 
 
@@ -152,109 +182,58 @@ def _check_scope(plan: Wrapping) -> None:
             plan.guard = condition if not inside else plan.guard
 
 
-def _write(plan: Wrapping, options: Mapping[str, Any]) -> None:
+def _write(folder: Folder, plan: Wrapping, options: Mapping[str, Any]) -> None:
     """Write the statements that wrap the model and register its hook."""
-    texts = {name: plan.source.code(options[name]) for name in USUAL if name in options}
+    source, value, hook, state = plan.source, options.get("op"), None, "None"
+    texts = {name: source.code(options[name]) for name in USUAL if name in options}
     changed = {name for name, text in texts.items() if not re.fullmatch(USUAL[name], text)}
     if missing := sorted(changed - {*BY_NAME}):
         raise NotFollowedError(f"{missing[0]}=... has no rule")
-    plan.has_passes, state = "backward_passes_per_step" in changed, "None"
-    value = options.get("op")
-    if isinstance(value, cst.IfExp) and plan.source.horovod(value.body) == "Adasum":
-        said = (
-            plan.source.line(plan.optimizer),
-            "op=hvd.Adasum",
-            f"{NO_ADASUM}: the script says so now, and ends",
-        )
-        plan.notes.append(said)
-        plan.lines.append(f'if {plan.source.code(value.test)}:\n    raise ValueError("{NO_ADASUM}")')
+    plan.has_passes = "backward_passes_per_step" in changed
+    if isinstance(value, cst.IfExp) and source.horovod(value.body) == "Adasum":
+        note = f"{NO_ADASUM}: the script says so now, and ends"
+        plan.notes.append((source.line(plan.optimizer), "op=hvd.Adasum", note))
+        plan.lines.append(f'if {source.code(value.test)}:\n    raise ValueError("{NO_ADASUM}")')
         value = value.orelse
-    op = plan.source.horovod(value) if value is not None else "Average"
+    op = source.horovod(value) if value is not None else "Average"
     if op not in ("Average", "Sum") or (op == "Sum" and plan.has_passes):
         raise NotFollowedError(f"{op or 'its op'} has no counterpart in DDP" + " with passes" * plan.has_passes)
     if op == "Sum":
-        plan.hook = "sum_gradients"
+        hook = "sum_gradients"
     elif "gradient_predivide_factor" in changed:
-        plan.hook, state = "predivided", plan.source.code(options["gradient_predivide_factor"])
-    elif "compression" in changed:
-        plan.hook = "average_gradients"
-    plan.lines.append(f"{plan.name} = DDP({plan.model}, broadcast_buffers=False)")
-    if plan.hook is not None:
-        hook = TABLE.hooks[plan.hook].split("(")[0].removeprefix("def ")
-        if "compression" in changed:
-            _compress(plan.source, options["compression"], hook)
-            hook = plan.source.new(options["compression"])
-        plan.lines.append(f"{plan.name}.register_comm_hook({state}, {hook})")
+        hook, state = "average_predivided", texts["gradient_predivide_factor"]
+    registered = hook
+    if "compression" in changed and (compressed := _compressed(source, options["compression"], hook or AVERAGE)):
+        hook, registered = hook or AVERAGE, compressed
+    plan.lines.append(f"{plan.name} = DDP({plan.model})")
+    if any(re.search(BUFFERS, at.text) for at in folder.sources):
+        comment = "# Each rank keeps its own buffers, such as batch-norm statistics."
+        plan.lines.append(f"{comment}\n{plan.name}.broadcast_buffers = False")
+    if hook is not None:
+        plan.lines.append(f"{plan.name}.register_comm_hook({state}, {registered})")
+        source.functions += [
+            text for text in TABLE.hooks if f"def {hook}(" in text and text not in source.functions
+        ]
+    if any(source.has_horovod(options[name]) for name in changed & {"gradient_predivide_factor"}):
+        raise NotFollowedError("its factor is of Horovod")
 
 
-def _compress(source: Source, value: cst.BaseExpression, hook: str) -> None:
-    """Put hooks in the place of an option's compressors, also where these are assigned to a variable."""
+def _compressed(source: Source, value: cst.BaseExpression, hook: str) -> str | None:
+    """Return hooks in the place of compressors, also where these are assigned to a variable; None: none is."""
     uses = source.uses[source.key(value)] if isinstance(value, cst.Name) else []
     assigned: list[Any] = [source.parents[source.parents[use]] for use in uses if source.assigned(use)]
-    values = [node.value for node in assigned if isinstance(node, cst.Assign)] or [value]
-    leaves = []
-    for value in values:
-        leaves += [value.body, value.orelse] if isinstance(value, cst.IfExp) else [value]
-    if any(source.horovod(leaf) not in ("Compression.none", *COMPRESSED) for leaf in leaves):
-        raise NotFollowedError("its compression is not hvd.Compression.fp16 or bf16")
-    for leaf in leaves:
-        kind = str(source.horovod(leaf)).removeprefix("Compression.")
-        source.replace(leaf, hook if kind == "none" else f"default_hooks.{kind}_compress_wrapper({hook})")
-
-
-def find_passes(source: Source, call: cst.Call, model: str, optimizers: set[str]) -> tuple[list[Any], str] | None:
-    """Return the statements of a pass that has a training call, and what they are put under; None if not seen.
-
-    The last pass exchanges. It is that before a step, in the condition around it, or the last of a loop that ends
-    before the step.
-    """
-    loop, function = source.around(call, cst.For), source.function(call)
-    body = list(loop.body.body) if loop is not None else []
-    inside = [statement for statement in body if statement in source.ancestors(call)]
-    back = [statement for statement in body if m.findall(statement, BACKWARD)]
-    if loop is None or source.function(loop) is not function or not inside or not back:
+    replaced: dict[cst.CSTNode, str] = {}
+    for whole in [node.value for node in assigned if isinstance(node, cst.Assign)] or [value]:
+        texts = []
+        for leaf in [whole.body, whole.orelse] if isinstance(whole, cst.IfExp) else [whole]:
+            kind = str(source.horovod(leaf)).removeprefix("Compression.")
+            if kind not in ("none", "fp16", "bf16"):
+                raise NotFollowedError("its compression is not hvd.Compression.fp16 or bf16")
+            texts.append(hook if kind == "none" else f"default_hooks.{kind}_compress_wrapper({hook})")
+        replaced[whole] = f" if {source.code(getattr(whole, 'test', whole))} else ".join(texts)
+    if {*replaced.values()} == {hook}:
+        lines = [source.own_line(node) for node in assigned]
+        source.gone |= {line for line in lines if line is not None and len(uses) == len(lines) + 1}
         return None
-    pass_ = body[body.index(inside[0]) : body.index(back[-1]) + 1]
-    uses = [use for use in source.find(cst.Call, function) if _gives(source, use, optimizers)]
-    steps = [use for use in uses if m.matches(use.func, m.Attribute(attr=m.Name("step")))]
-    other = [use for use in uses if not m.matches(use.func, m.Attribute(attr=m.Name("step") | m.Name("unscale_")))]
-    in_loop = [step for step in steps if loop in source.ancestors(step)]
-    if not pass_ or not steps or any(loop in source.ancestors(use) for use in other):
-        return None
-    if not in_loop:
-        return _last_of(source, loop, pass_, model)
-    held: Any = [part for part in body if {part} & {*source.ancestors(in_loop[0])}][0]
-    names = {name.value for name in source.find(cst.Name, held.test)} if isinstance(held, cst.If) else set()
-    between = body[body.index(pass_[0]) : body.index(held)]
-    changed = {
-        name.value
-        for part in between
-        for name in source.find(cst.Name, part)
-        if source.assigned(name) or isinstance(source.parents[name], cst.AugAssign)
-    }
-    is_one = all(held in source.ancestors(step) for step in steps) and isinstance(held, cst.If) and not held.orelse
-    if not is_one or names & changed or pass_[-1] not in between:
-        return None
-    return pass_, f"contextlib.nullcontext() if {source.code(held.test)} else {model}.no_sync()"
-
-
-def _gives(source: Source, call: cst.Call, optimizers: set[str]) -> bool:
-    """Return whether a call makes an optimizer's step, or gets the optimizer and may make it."""
-    own: list[Any] = [call.func] if m.matches(call.func, m.Attribute(attr=m.Name("step"))) else []
-    return any(source.code(node.value).split(".")[-1] in optimizers for node in (*own, *call.args))
-
-
-def _last_of(source: Source, loop: cst.For, pass_: list[Any], model: str) -> tuple[list[Any], str] | None:
-    iterated, target = loop.iter, source.code(loop.target)
-    if m.matches(loop, m.For(target=m.Name(), iter=m.Call(m.Name("range")))):
-        words = [source.code(arg.value) for arg in iterated.args]  # type: ignore[attr-defined]
-        stop, step = words[min(1, len(words) - 1)], [*words, "1"][2] if len(words) > 1 else "1"
-        return pass_, f"{model}.no_sync() if {target} + {step} < {stop} else contextlib.nullcontext()"
-    if not isinstance(iterated, (cst.Name, cst.Attribute)):
-        return None
-    text, number = source.code(iterated), "number" if "number" not in source.words else "pass_number"
-    source.replace(iterated, f"enumerate({text}, start=1)")
-    source.replace(
-        loop.target, f"{number}, ({target})" if "," in target and target[0] != "(" else f"{number}, {target}"
-    )
-    return pass_, f"contextlib.nullcontext() if {number} == len({text}) else {model}.no_sync()"
+    source.replaced |= replaced
+    return source.code(value) if value not in replaced else replaced[value]

@@ -117,6 +117,14 @@ def build(args):
     "on one line with others": (HEAD + "x = 3; x = hvd.allreduce(x)\n", "hvd.allreduce"),
     "an average that is not known": (HEAD + "x = hvd.allreduce(x, average=args.mean)\n", "hvd.allreduce"),
     "factors": (HEAD + "x = hvd.allreduce(x, prescale_factor=0.5)\n", "hvd.allreduce"),
+    "parameters in a variable": (
+        HEAD + "hvd.broadcast_parameters(state, root_rank=0)\n",
+        "hvd.broadcast_parameters",
+    ),
+    "inside what is migrated": (
+        HEAD + "x = hvd.allreduce(torch.tensor(hvd.is_homogeneous()))\n",
+        "hvd.is_homogeneous",
+    ),
     "splits": (HEAD + "x, sizes = hvd.alltoall(x, splits)\n", "hvd.alltoall"),
     "unknown calls": (HEAD + "print(hvd.is_homogeneous())\n", "write it with torch.distributed"),
     "hosts": ("horovodrun -np 4 -H node1:2,node2:2 python train.py\n", "--rdzv-endpoint"),
@@ -315,6 +323,20 @@ def test_something_left_has_its_own_exit_code(tmp_path: Path, capsys: pytest.Cap
     assert migrate_cli.main([str(path)]) == 3
     printed = capsys.readouterr().out
     assert f"{path}:3: hvd.start_timeline: record a trace by torch.profiler" in printed
+
+
+def test_what_still_names_horovod_is_for_the_author_to_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(HEAD + "# Horovod: join the job.\nhvd.init()\nprint('Horovod begins')  # Horovod waits.\n")
+    assert migrate_cli.main([str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "+# Join the job." in printed
+    assert (
+        f"still name Horovod, by their new lines:\n{path}:5: print('Horovod begins')  # Horovod waits.\n"
+        in printed
+    )
 
 
 @pytest.mark.parametrize(
