@@ -51,7 +51,7 @@ def stand_in(known: str, whole: str, written: str) -> str:
 
 def add_imports(module: cst.Module, functions: list[str]) -> cst.Module:
     """Add imports, each where its kind is, and functions behind them."""
-    imports: list[Any] = m.findall(module, m.Import() | m.ImportFrom())
+    imports: list[Any] = [*m.findall(module, m.Import() | m.ImportFrom())]
     have = {known.split(".")[0] for node in imports for known, *_ in names_of(node)}
     code = re.sub(r"#.*|^\s*(from|import) .*", "", module.code + "".join(functions), flags=re.MULTILINE)
     body: list[Any] = list(module.body)

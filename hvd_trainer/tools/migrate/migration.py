@@ -56,9 +56,9 @@ def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
         libcst.ParserSyntaxError: a file does not parse.
     """
     python = {path: text.replace("\r\n", "\n") for path, text in texts.items() if path.suffix == ".py"}
-    results, left = _migrate_all(Folder(python))
-    if left:
-        results, _ = _migrate_all(Folder(python, left))
+    results, names = _migrate_all(Folder(python))
+    if names:
+        results, _ = _migrate_all(Folder(python, names))
     for result in results:
         ends = "\r\n" if "\r\n" in texts[result.path] else "\n"
         result.before, result.after = texts[result.path], result.after.replace("\n", ends)
@@ -135,7 +135,8 @@ def _end(folder: Folder, plans: Sequence[Wrapping]) -> None:
         calls = [call for made in plans for call in made.training.calls if call[0] is source]
         for name in dict.fromkeys(name for _, inner, name in calls if loop in source.ancestors(inner)):
             source.under[loop] = loop, f"Join([{name}])"
-            source.gone |= {own} if isinstance(source.parents[call], cst.Expr) else set()
+            if own is not None and isinstance(source.parents[call], cst.Expr):
+                source.gone.add(own)
     ends = folder.calls("shutdown") or any("destroy_process_group" in source.text for source in folder.sources)
     for source, call in folder.calls("init") if not ends and {"init", "shutdown"} <= {*folder.rules} else ():
         block = source.body(source.own_line(call))

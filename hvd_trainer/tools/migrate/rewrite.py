@@ -95,7 +95,7 @@ class Rewriter(cst.CSTTransformer):
         rule, own = self.rules.get(name or ""), source.own_line(call)
         if name is None and m.matches(call, SYNCHRONIZE) and last_name(call.func.value) in self.folder.optimizers:
             rule = self.rules.get("synchronize") if self.is_sure else None
-            text: str | None = rule and (self._put(call) or "None")
+            text: str | None = (self._put(call) or "None") if rule else None
         elif rule and own in source.gone:
             text = "None"
         elif rule and (own is not None or not rule.lines and not rule.special or name in STARTS and not self.keep):
