@@ -71,11 +71,14 @@ def read_job(words: Sequence[str]) -> tuple[str, ...]:
     """Return the words that follow `python`, of the job behind `--`.
 
     Raises:
-        OptionError: there is none, or its file or module is missing.
+        OptionError: there is none, its file or module is missing, or a word cannot be recorded.
     """
     job = list(words)
-    if job and re.fullmatch(r"python[\d.]*", Path(job[0]).name):
+    if job and re.fullmatch(r"python[\d.]*(t|d|-dbg)?", Path(job[0]).name):
         del job[0]
+    for word in job:
+        if word != word.encode(errors="replace").decode():
+            raise OptionError(f"-- {word!a}: it is not UTF-8, and cannot be recorded. Rename the file or folder")
     if not job or job == ["-m"]:
         raise OptionError("Name the job behind --, such as: -- -m hvd_trainer.mnist --epochs 1")
     if job[0].startswith("-") and job[0] != "-m":

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import atexit
 import functools
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -30,6 +32,8 @@ from hvd_trainer.utils.import_hooks import ImportHooks
 from hvd_trainer.utils.tensors import parameters_of
 
 FORWARD = "forward"
+MAX_LOSSES = 1024
+"""Losses that are kept of a step: of a script that makes no step, the last ones."""
 BY_HAND = (
     "its backward() was seen, and no step() of a torch.optim.Optimizer after it: a tool sees no update by hand"
 )
@@ -53,11 +57,12 @@ class ScriptEvents:
     def __init__(self, log: Path, *listeners: Listener) -> None:
         self._log = log
         self._listeners: tuple[Listener, ...] = listeners
-        self._depth = 0
-        self._optimizer: Optimizer
+        self._stepping: list[Optimizer] = []
         self._phases = [FORWARD]
+        self._is_in_backward = False
+        self._thread = threading.local()
         self._fetched, self._samples, self._passes = 0, 0, 0
-        self._losses: list[Tensor] = []
+        self._losses: deque[Tensor] = deque(maxlen=MAX_LOSSES)
         self._parameters: list[Tensor] = []
         self._facts: dict[str, Any] = {}
         self._sees_exchange = False
@@ -77,12 +82,17 @@ class ScriptEvents:
 
         @functools.wraps(backward)
         def observed_backward(*args: Any, **kwargs: Any) -> None:
-            if self._phases[-1] == "backward":  # of a part that is computed again, as by torch.utils.checkpoint
+            # Of a part that is computed again, as by torch.utils.checkpoint; on a GPU in another thread.
+            if self._is_in_backward:
                 backward(*args, **kwargs)
                 return
             self._before_backward(args[0] if args else kwargs["tensors"])
-            with self._phase("backward"):
-                backward(*args, **kwargs)
+            self._is_in_backward = True
+            try:
+                with self._phase("backward"):
+                    backward(*args, **kwargs)
+            finally:
+                self._is_in_backward = False
 
         @functools.wraps(fetch)
         def observed_fetch(iterator: Any) -> Any:
@@ -124,10 +134,14 @@ class ScriptEvents:
             listener.on_end(end)
 
     def _fetch(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
-        if self._phases[-1] == "data":  # of a loader within another one
+        if getattr(self._thread, "is_fetching", False):  # of a loader within another one
             return fetch(iterator)
-        with self._phase("data"):
-            batch = fetch(iterator)
+        self._thread.is_fetching = True
+        try:
+            with self._phase("data"):
+                batch = fetch(iterator)
+        finally:
+            self._thread.is_fetching = False
         self._fetched = batch_size(batch)
         for listener in self._listeners:
             listener.on_batch(batch, iterator)
@@ -139,9 +153,11 @@ class ScriptEvents:
         self._fetched = 0
         self._passes += 1
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            self._losses.append(loss.detach())
+            self._losses.append(loss.detach().clone())  # the script may change it, or hold much memory by it
         if self._missing == NOTHING:
             self._missing = BY_HAND
+        for listener in self._listeners:
+            listener.on_pass()
 
     def _observe_accelerate(self, module: ModuleType) -> None:
         """See the batches that Accelerate's loaders return: they fetch one ahead."""
@@ -196,31 +212,31 @@ class ScriptEvents:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         # Horovod's optimizer, as those of Accelerate and Lightning, is a subclass whose step() calls the one below
         # it, and both are hooked: only the outer one's begin and end are the step's.
-        self._depth += 1
-        if self._depth == 1:
-            self._optimizer = optimizer
+        self._stepping.append(optimizer)
+        is_inner = len(self._stepping) > 1
+        if not is_inner:
             self._enter("step")
         if self._missing == NOTHING:
             self._missing = NO_BACKWARD
-        self._before_update()
+        self._before_update(again=is_inner)
         # A closure, as Lightning's, computes the loss within the step.
         first, *rest = args
         named = {name: self._in_forward(value) for name, value in kwargs.items()}
         return (first, *map(self._in_forward, rest)), named
 
-    def _before_update(self) -> None:
+    def _before_update(self, *, again: bool) -> None:
         for listener in self._listeners:
-            listener.before_update(self._optimizer)
+            listener.before_update(self._stepping[0], again=again)
 
     def _in_forward(self, value: Any) -> Any:
         """Return a closure that enters the phase of forward; a value of another kind as it is."""
-        if not callable(value) or self._depth > 1:
+        if not callable(value) or len(self._stepping) > 1:
             return value
-        return self._in_phase(FORWARD, value, self._before_update)
+        return self._in_phase(FORWARD, value, functools.partial(self._before_update, again=True))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth > 0:
+        self._stepping.pop()
+        if self._stepping:
             return
         self._leave()
         if not self._passes:
@@ -228,8 +244,11 @@ class ScriptEvents:
         if not self._parameters:
             self._start(optimizer)
         rate = float(optimizer.param_groups[0]["lr"])
-        step = Step(self._samples, rate, tuple(self._losses), passes=self._passes)
-        self._losses, self._samples, self._passes = [], 0, 0
+        overflow = getattr(optimizer, "found_inf", None)  # a GradScaler leaves it to a fused optimizer to skip
+        skipped = overflow.detach() > 0 if isinstance(overflow, Tensor) else False
+        step = Step(self._samples, rate, tuple(self._losses), skipped)
+        self._losses.clear()
+        self._samples = self._passes = 0
         for listener in self._listeners:
             listener.on_step_end(step)
 

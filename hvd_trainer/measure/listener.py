@@ -26,8 +26,6 @@ class Step:
     """of its passes, on any device; no step waits for them"""
     skipped: Tensor | bool = False
     """whether the update was left out"""
-    passes: int = 1
-    """batches that it has used"""
     weights: Sequence[Tensor] = ()
     """of its passes, where a Trainer weighs them"""
     grad_norm: Tensor | None = None
@@ -61,10 +59,14 @@ class Listener:
     def on_batch(self, batch: Any, loader: object) -> None:
         """Take note of a batch that is drawn."""
 
-    def before_update(self, optimizer: Optimizer) -> None:
+    def on_pass(self) -> None:
+        """Take note of a pass: it uses the oldest batch that was drawn, as the next may be there already."""
+
+    def before_update(self, optimizer: Optimizer, *, again: bool) -> None:
         """Take note that an optimizer updates its parameters next, by the gradients that are there now.
 
-        It may come again in a step: behind a closure, and behind the exchange of Horovod's optimizer.
+        Args:
+            again: whether in the same step, behind a closure or the exchange of Horovod's optimizer.
         """
 
     def on_step_end(self, step: Step) -> None:

@@ -71,8 +71,11 @@ class TrialResult(Generic[T]):
 
     def median(self, name: str) -> float | None:
         """Return the median of a figure over the rounds, or of a `FIRST` one that of the first round."""
+        if name in FIRST:
+            first: float | None = self.rounds[min(self.rounds)].get(name) if self.rounds else None
+            return first
         values = list(self.by_round(name).values())
-        return None if not values else values[0] if name in FIRST else median(values)
+        return median(values) if values else None
 
     def in_turn(self, other: TrialResult[T], name: str) -> list[tuple[float, float]]:
         """Return a figure of both trials, of each round that both ran in one go.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,6 @@ class StepRecorder(Listener):
         self._clock.settle()
         self._seconds.append(self._phases.take_seconds())
         for step in self._pending:
-            loss = float(torch.stack(list(step.losses)).mean()) if step.losses else math.nan
+            loss = fmean(map(float, step.losses)) if step.losses else math.nan
             self._rows.append((step.samples, step.lr, loss, bool(step.skipped)))
         self._pending.clear()

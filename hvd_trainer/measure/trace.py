@@ -54,6 +54,7 @@ class Trace(Listener):
         self._first, self._count = 0, 0
         self._loader: weakref.ref[object] | None = None
         self._drawn: deque[list[str]] = deque()
+        self._used: list[list[str]] = []
         self._gradients: dict[str, Tensor] = {}
         self._rates: list[float] = []
 
@@ -78,11 +79,15 @@ class Trace(Listener):
         pair = batch if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, None)
         self._drawn.append(sample_checksums((pair[0], pair[1])))
 
-    def before_update(self, optimizer: Optimizer) -> None:
+    def on_pass(self) -> None:
+        if self._drawn:  # an epoch's last step may have fewer
+            self._used.append(self._drawn.popleft())
+
+    def before_update(self, optimizer: Optimizer, *, again: bool) -> None:
         """Copy the gradients as the update takes them: averaged, unscaled and clipped."""
         if self._count >= self._steps:
             return
-        if self._run is None and self._count == 0:
+        if self._run is None and self._count == 0 and not again:
             self._optimizer, self._models = optimizer, models_of(optimizer)
             state = self._parts().state(optimizer)
             # Not the buffers, which the forward pass before has changed.
@@ -90,6 +95,9 @@ class Trace(Listener):
         self._optimizer = optimizer
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._gradients = self._parts().gradients()
+        # A GradScaler leaves it to a fused optimizer to unscale them.
+        if (scale := getattr(optimizer, "grad_scale", None)) is not None:
+            self._gradients = {name: gradient / float(scale) for name, gradient in self._gradients.items()}
 
     def on_step_end(self, step: Step) -> None:
         self._count += 1
@@ -104,15 +112,14 @@ class Trace(Listener):
                 "exchanged_by": exchanged_by(self._optimizer, parts.modules.values()),
             }
             self._begin(self._at_start, known)
-        # The oldest: those of the next step may have been drawn already. An epoch's last step may have fewer.
-        batches = [self._drawn.popleft() for _ in range(min(step.passes, len(self._drawn)))]
+            self._at_start = {}
         norm = step.grad_norm
         if norm is None and self._gradients:
             norms = [torch.linalg.vector_norm(gradient) for gradient in self._gradients.values()]
             norm = torch.linalg.vector_norm(torch.stack(norms))
         figures = {
-            "samples": [sample for batch in batches for sample in batch],
-            "counts": [len(batch) for batch in batches],
+            "samples": [sample for batch in self._used for sample in batch],
+            "counts": [len(batch) for batch in self._used],
             "losses": [float(loss) for loss in step.losses],
             "weights": [float(weight) for weight in step.weights],
             "lr": self._rates or [step.lr],
@@ -120,7 +127,7 @@ class Trace(Listener):
             "skipped": bool(step.skipped),
         }
         self._write("step", figures, gradients=self._gradients, **parts.state(self._optimizer))
-        self._gradients, self._rates = {}, []
+        self._gradients, self._rates, self._used = {}, [], []
 
     def on_epoch_end(self, record: Mapping[str, Any]) -> None:
         self._drawn.clear()

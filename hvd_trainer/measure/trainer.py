@@ -109,7 +109,7 @@ class TrainerEvents(Observer):
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         for listener in self._listeners:
-            listener.before_update(optimizer)
+            listener.before_update(optimizer, again=False)
 
     def on_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
@@ -123,12 +123,13 @@ class TrainerEvents(Observer):
             lr=run.rate.last,
             losses=result.losses,
             skipped=result.skipped,
-            passes=run.plan.passes,
             weights=result.weights,
             grad_norm=result.grad_norm,
         )
         self._samples = run.progress.samples
         for listener in self._listeners:
+            for _ in range(run.plan.passes):
+                listener.on_pass()
             listener.on_step_end(step)
 
     def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:

@@ -266,14 +266,14 @@ ALL = (
     Fault(
         "c10d: the end is noted before the results are there",
         "c10d/work.py",
-        "        self._operation.finish(self._received)\n"
+        "        self._finish(self._received)\n"
         "        if self._stream is not None:\n"
-        "            self._finished = accelerator.event(self._operation.device)\n"
+        "            self._finished = accelerator.event(self._stream.device)\n"
         "            self._finished.record(self._stream)\n",
         "        if self._stream is not None:\n"
-        "            self._finished = accelerator.event(self._operation.device)\n"
+        "            self._finished = accelerator.event(self._stream.device)\n"
         "            self._finished.record(self._stream)\n"
-        "        self._operation.finish(self._received)\n",
+        "        self._finish(self._received)\n",
         stream_checks.c10d_in_any_order,
         ((LATE_SIDE,),),
     ),

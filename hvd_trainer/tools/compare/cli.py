@@ -21,6 +21,7 @@ from hvd_trainer.measure.figures import are_figures
 from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.measure.machine import Ran, busy_warning, conditions, describe_machine
 from hvd_trainer.measure.measured import describe_speed
+from hvd_trainer.measure.stale import digest_of_files
 from hvd_trainer.measure.start import locked_folder
 from hvd_trainer.measure.trials import TrialRunner, read_runs
 from hvd_trainer.tools.compare import report, search_report
@@ -79,7 +80,9 @@ def _compare(options: CompareOptions, job: tuple[str, ...], ran: Ran, typed: Seq
 def _search(options: CompareOptions, job: tuple[str, ...], ran: Ran) -> int:
     """Search the fastest settings on each engine, show them, and return the exit code."""
     (ranks,), machine = read_ranks(options.np or "2", only_one=True), describe_machine()
-    backends, known = read_backends(options.backend, ("horovod", "ddp")), conditions(machine)
+    backends = read_backends(options.backend, ("horovod", "ddp"))
+    # A file that the job itself writes, or that is edited meanwhile, makes no other trial within a search.
+    known = {**conditions(machine), "files": digest_of_files(job)}
     search_job, results = SearchJob(job, ranks), dict[str, SearchResult]()
     with locked_folder(options.out) as folder:
         runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=are_figures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -119,5 +120,7 @@ def _throttled_s() -> float:
 
 
 def _swapped_pages() -> int:
-    swap = psutil.swap_memory()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a kernel that does not count them
+        swap = psutil.swap_memory()
     return (swap.sin + swap.sout) // PAGE

@@ -87,6 +87,8 @@ class Trials:
         first = self.run(self.normal, FIRST_STEPS)
         if first.state != "done":
             return f"The job ended early when it was run {NORMAL}: {first.why(self.runner.folder)}."
+        if not self.profiles:
+            return "A rank has left no record of its stacks."
         step_s = self.figures[NORMAL][0]["step_s"]
         start_s = max(first.seconds - step_s * (WARMUP_STEPS + FIRST_STEPS), 1.0)
         print(f"{NORMAL}: {1000 * step_s:.2f} ms per step, and {start_s:.0f} s to start", flush=True)

@@ -33,9 +33,8 @@ def run_guarded(start_ranks: Callable[[], int]) -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     guard = os.fork()
     if guard == 0:
-        signal.signal(
-            signal.SIGINT, lambda *_: None
-        )  # a terminal sends it to all, and the command tells the guard
+        # A terminal sends it to all, and the command tells the guard.
+        signal.signal(signal.SIGINT, lambda *_: None)
         _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
         return start_ranks() if os.getppid() == command else 128 + signal.SIGTERM
@@ -105,7 +104,8 @@ def end_processes(processes: Sequence[psutil.Process]) -> None:
     for process in alive:
         with suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(alive, timeout=1.0)  # or killed ranks would stay as zombies
+    # A rank that frees much GPU memory takes a while to end.
+    psutil.wait_procs(alive, GRACE_S)
 
 
 def _prctl(option: int, value: int) -> None:

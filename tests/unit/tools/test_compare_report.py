@@ -257,3 +257,11 @@ def test_heat_map_has_a_row_for_each_combination() -> None:
         assert f">{text}<" in picture.svg
     assert "<pattern" in picture.svg  # the hatching
     assert draw_heat_map(compared(trials_of(ranks="1,2"), [])) == []
+
+
+def test_a_loss_is_that_of_the_first_round_also_where_it_diverged() -> None:
+    """That of the second round stood in its place."""
+    trial = only()
+    runs = [run_of(trial, 1, train_loss=None), run_of(trial, 2, train_loss=0.7)]
+    (result,) = compared([trial], runs).results
+    assert result.median("train_loss") is None

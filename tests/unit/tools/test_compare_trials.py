@@ -40,7 +40,7 @@ def test_read_entries_refuses_impossible_ones(backends: str, baselines: Sequence
         trials_of(backends=backends, baselines=baselines)
 
 
-def test_make_trials_yields_the_product_with_engines_side_by_side() -> None:
+def test_plan_yields_the_product_with_engines_side_by_side() -> None:
     trials = trials_of(ranks="1,2", backends="ddp,horovod,single", chunks="1,4")
     assert [tuple(trial.values.values()) for trial in trials] == [
         *((engine, "1", chunks) for chunks in "14" for engine in ("ddp", "horovod", "single")),

@@ -274,6 +274,10 @@ def test_read_job_accepts_python_in_front(tmp_path: Path) -> None:
     script = tmp_path / "python_loop.py"
     script.touch()
     assert read_job([str(script), "--epochs", "1"]) == (str(script), "--epochs", "1"), "it was taken for Python"
+    for python in ("python3.13t", "python3.14d", "python3-dbg"):
+        assert read_job([python, *job]) == job
+    with pytest.raises(OptionError, match="not UTF-8"):
+        read_job([str(script), "--data", "caf\udce9"])
 
 
 def recorded(seconds: Sequence[Sequence[Sequence[float]]]) -> list[dict[str, Any]]:
