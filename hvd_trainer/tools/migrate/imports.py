@@ -34,9 +34,11 @@ def statements(text: str, module: cst.Module) -> list[Any]:
 
 def names_of(node: Any) -> list[tuple[str, str, str]]:
     """Return the names of an import: as they are known, with the module's, and as they are written."""
-    module = f"{get_full_name_for_node(node.module)}." if getattr(node, "module", None) else ""
-    aliases = [] if isinstance(node.names, cst.ImportStar) else node.names
-    names = [(alias.evaluated_alias or alias.evaluated_name, alias.evaluated_name) for alias in aliases]
+    module = "." * len(getattr(node, "relative", ()))
+    module += f"{get_full_name_for_node(node.module)}." if getattr(node, "module", None) else ""
+    if isinstance(node.names, cst.ImportStar):
+        return [("*", f"{module}*", "*")]
+    names = [(alias.evaluated_alias or alias.evaluated_name, alias.evaluated_name) for alias in node.names]
     return [(known, module + name, name + f" as {known}" * (known != name)) for known, name in names]
 
 

@@ -84,6 +84,13 @@ class Rewriter(cst.CSTTransformer):
 
     leave_Attribute = leave_Name  # noqa: N815
 
+    def leave_ImportFrom(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
+        """List an import of all names, as none of their uses is seen."""
+        for known, whole, _ in names_of(original_node):
+            if known == "*" and re.match(r"horovod\b", whole):
+                self.left[original_node.names] = whole
+        return updated_node
+
     def leave_Call(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
         """Rewrite a call by its rule."""
         source, name, call = self.source, self.source.horovod(original_node.func), original_node
@@ -182,7 +189,7 @@ class Rewriter(cst.CSTTransformer):
         """Import what stands in for Horovod where it is used, and take the import out where it is not."""
         names = names_of(original_node.body[0]) if m.matches(original_node, IMPORT) else []
         if any(re.match(r"horovod\b", whole) for _, whole, _ in names):
-            used = (self.folder.keep or {}).get(self.source.path, ())
+            used = {"*", *(self.folder.keep or {}).get(self.source.path, ())}
             kept = [name for name in names if name[0].split(".")[0] in used or "horovod" not in name[1]]
             self.source.before[original_node] = [stand_in(*name) for name in kept]
             self.source.gone.add(original_node)

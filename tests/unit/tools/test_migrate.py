@@ -367,3 +367,22 @@ def test_libcst_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(OptionError, match=r"Type: pip install .*\[migrate\]'"):
         migrate_cli.main(["train.py"])
+
+
+def left_of(result: Migrated) -> list[str]:
+    return [what for _, what, _ in result.left]
+
+
+STANDS_IN = HEAD.replace("import horovod.torch as hvd", "from hvd_trainer import hvd")
+
+
+def test_a_star_import_gives_what_stands_in_for_horovod() -> None:
+    result = one("from horovod.torch import *\n\ninit()\n")
+    assert result.after == "from hvd_trainer.hvd import *\n\ninit()\n"
+    assert left_of(result) == ["hvd.*"]
+
+
+@pytest.mark.parametrize("line", ["from .horovod import helper", "from . import horovod", "from .torch import *"])
+def test_modules_of_a_package_are_not_horovod(line: str) -> None:
+    text = f"{line}\nimport horovod.torch as hvd\nprint(hvd.rank())\n"
+    assert f"{line}\n" in one(text).after
