@@ -95,10 +95,11 @@ class Rewriter(cst.CSTTransformer):
         """Rewrite a call by its rule."""
         source, name, call = self.source, self.source.horovod(original_node.func), original_node
         if not self.keep:
-            gone = [arg for arg in call.args if source.qualified(arg.value) == API]
+            named = [arg for arg in call.args if source.qualified(arg.value) == API]
+            gone = [arg for arg in named if self.folder.parameter(source, arg)]
             for arg in gone:
                 self._forget(arg)
-            updated_node = self._without(updated_node, "args", call.args, gone)
+            updated_node = updated_node.with_changes(args=self._without(call.args, updated_node.args, gone))
         rule, own = self.rules.get(name or ""), source.own_line(call)
         if name is None and m.matches(call, SYNCHRONIZE) and last_name(call.func.value) in self.folder.optimizers:
             rule = self.rules.get("synchronize") if self.is_sure else None
@@ -160,17 +161,27 @@ class Rewriter(cst.CSTTransformer):
         return "None"
 
     @staticmethod
-    def _without(node: Any, what: str, old: Sequence[cst.CSTNode], gone: Sequence[cst.CSTNode]) -> Any:
-        """Return a node without some of its arguments or parameters."""
-        kept = [now for item, now in zip(old, getattr(node, what), strict=True) if item not in gone]
+    def _without(old: Sequence[Any], new: Sequence[Any], gone: Sequence[cst.CSTNode]) -> Sequence[Any]:
+        """Return arguments or parameters without some of them."""
+        kept = [now for item, now in zip(old, new, strict=True) if item not in gone]
         if gone and kept:
             kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-        return node.with_changes(**{what: kept}) if gone else node
+        return kept
 
     def leave_Parameters(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
         """Leave out parameters that stand for Horovod."""
-        gone = [param for param in original_node.params if self.source.key(param.name) in self.source.passed]
-        return updated_node if self.keep else self._without(updated_node, "params", original_node.params, gone)
+        kinds = {kind: getattr(original_node, kind) for kind in ("posonly_params", "params", "kwonly_params")}
+        every = [param for params in kinds.values() for param in params]
+        gone = [param for param in every if self.source.key(param.name) in self.source.passed]
+        if self.keep or not gone:
+            return updated_node
+        changes = {
+            kind: self._without(params, getattr(updated_node, kind), gone) for kind, params in kinds.items()
+        }
+        # LibCST writes the signs between the kinds where both are there.
+        star, sign = updated_node.star_arg, cst.MaybeSentinel.DEFAULT
+        star = star.with_changes(comma=sign) if isinstance(star, cst.Param) else sign
+        return updated_node.with_changes(**changes, star_arg=star, posonly_ind=sign)
 
     def leave_Comment(self, original_node: cst.Comment, updated_node: cst.Comment) -> cst.Comment:  # noqa: N802
         """Say in a comment what its code does now."""

@@ -386,3 +386,25 @@ def test_a_star_import_gives_what_stands_in_for_horovod() -> None:
 def test_modules_of_a_package_are_not_horovod(line: str) -> None:
     text = f"{line}\nimport horovod.torch as hvd\nprint(hvd.rank())\n"
     assert f"{line}\n" in one(text).after
+
+
+@pytest.mark.parametrize("call", ["getattr(hvd, 'rank')()", "setup(hvd, 3)", "setup(*rest, hvd=hvd)"])
+def test_unknown_functions_get_what_stands_in_for_horovod(call: str) -> None:
+    result = one(f"{HEAD}{call}\n")
+    assert result.after == f"{STANDS_IN}{call}\n"
+    assert left_of(result) == ["hvd"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("model, *, hvd", "model"),
+        ("model, *, hvd, text=''", "model, *, text=''"),
+        ("model, *rest, hvd", "model, *rest"),
+        ("hvd, /, model", "model"),
+    ],
+)
+def test_parameters_that_stand_for_horovod_go(before: str, after: str) -> None:
+    call = "train(hvd, 1)" if before.startswith("hvd") else "train(1, hvd=hvd)"
+    text = HEAD + f"def train({before}):\n    return hvd.rank()\n\n\n{call}\n"
+    assert f"def train({after}):\n    return dist.get_rank()\n\n\ntrain(1)\n" in one(text).after
