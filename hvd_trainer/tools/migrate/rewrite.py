@@ -27,7 +27,6 @@ DETACHED = r"\.item\(|\.detach\(|\.data\b|torch\.tensor\(|no_grad"
 UNORDERED = r"\.(items|keys|values)\(\)$|^set\("
 SKIP = m.With(items=[m.WithItem(item=m.Call(m.Attribute(attr=m.Name("skip_synchronize"))))])
 SYNCHRONIZE = m.Call(m.Attribute(attr=m.Name("synchronize")), args=[])
-NO_USE = (*(cst.Attribute, cst.AssignTarget, cst.NameItem, cst.Param), cst.ImportAlias, cst.ImportFrom, cst.AsName)
 SIMPLE = (cst.Name, cst.Attribute, cst.Call, cst.Subscript)
 STARTS = ("init", "shutdown")
 
@@ -70,7 +69,9 @@ class Rewriter(cst.CSTTransformer):
             and not isinstance(parent, cst.ImportAlias)
         ):
             updated_node = cst.parse_expression("hvd_trainer.hvd")
-        if isinstance(parent, NO_USE) or getattr(parent, "keyword", None) is original_node:
+        is_target = isinstance(parent, cst.AssignTarget) and isinstance(original_node, cst.Name)
+        is_known = original_node in (getattr(parent, "keyword", None), getattr(parent, "name", None))
+        if is_target or is_known or isinstance(parent, (cst.Attribute, cst.ImportFrom)):
             return updated_node
         if not re.match(r"horovod\b", name):
             return updated_node

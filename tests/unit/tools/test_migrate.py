@@ -408,3 +408,40 @@ def test_parameters_that_stand_for_horovod_go(before: str, after: str) -> None:
     call = "train(hvd, 1)" if before.startswith("hvd") else "train(1, hvd=hvd)"
     text = HEAD + f"def train({before}):\n    return hvd.rank()\n\n\n{call}\n"
     assert f"def train({after}):\n    return dist.get_rank()\n\n\ntrain(1)\n" in one(text).after
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import horovod.torch as hvd\n\n\ndef f(x, op=hvd.Average):\n    return op\n",
+        "from horovod.torch import Average\n\n\ndef f(x, op=Average):\n    return op\n",
+        "import horovod.torch as hvd\n\nhvd.timeout = 3\n",
+    ],
+)
+def test_names_that_are_used_keep_their_import(text: str) -> None:
+    result = one(text)
+    stands_in = text.replace("import horovod.torch as hvd", "from hvd_trainer import hvd")
+    assert result.after == stands_in.replace("horovod.torch", "hvd_trainer.hvd")
+    assert result.left
+
+
+def test_files_that_hand_horovod_on_keep_their_import() -> None:
+    main = "import horovod.torch as hvd\nfrom mid import middle\n\nmiddle(hvd)\n"
+    mid = "import horovod.torch as hvd\nfrom low import train\n\n\ndef work():\n    train(1, hvd)\n"
+    handed = "from low import train\n\n\ndef middle(lib):\n    train(1, lib)\n"
+    low = "def train(x, hvd):\n    print(hvd.rank(), hvd.is_homogeneous())\n"
+
+    def migrated(mid: str, low: str) -> dict[str, str]:
+        texts = {"low.py": low, "mid.py": mid, "main.py": main}
+        return {it.path.stem: it.after for it in migrate({Path(name): text for name, text in texts.items()})}
+
+    after = migrated(mid, low)
+    assert after["mid"] == mid.replace("import horovod.torch as hvd", "from hvd_trainer import hvd")
+    after = migrated(handed, low)
+    assert "from hvd_trainer import hvd\n" in after["main"]
+    assert "middle(hvd)\n" in after["main"]
+    assert "def middle(lib):\n    train(1, lib)\n" in after["mid"]
+    after = migrated(handed, low.replace(", hvd.is_homogeneous()", ""))
+    assert "middle()\n" in after["main"]
+    assert "def middle():\n    train(1)\n" in after["mid"]
+    assert "def train(x):\n    print(dist.get_rank())\n" in after["low"]
