@@ -445,3 +445,10 @@ def test_files_that_hand_horovod_on_keep_their_import() -> None:
     assert "middle()\n" in after["main"]
     assert "def middle():\n    train(1)\n" in after["mid"]
     assert "def train(x):\n    print(dist.get_rank())\n" in after["low"]
+
+
+def test_imports_inside_functions_are_not_those_of_the_file() -> None:
+    inside = "def f():\n    import os\n\n    return os.name\n\n\n"
+    assert one(f"{HEAD}{inside}print(hvd.local_rank())\n").after.count("import os\n") == 2
+    tried = HEAD.replace("import torch\n", "import torch\n\ntry:\n    import os\nfinally:\n    pass\n")
+    assert one(f"{tried}print(hvd.local_rank())\n").after.count("import os\n") == 1
