@@ -375,6 +375,8 @@ class Rewriter(cst.CSTTransformer):
         made = self._fill(msgspec.structs.replace(base, result=base.result + " "), call, new)
         if made is None or len(uses) != 2 or not waits or source.line(waits[0]) <= source.line(call):
             return None
+        if source.own_line(waits[0]) is None or source.function(waits[0]) is not source.function(call):
+            return None
         place = next(number for number, line in enumerate(made[0]) if line.startswith("dist."))
         source.before[own] += made[0][:place]
         self._waits[waits[0]] = made[0][place + 1 :], made[1].strip()

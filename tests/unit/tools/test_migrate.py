@@ -452,3 +452,13 @@ def test_imports_inside_functions_are_not_those_of_the_file() -> None:
     assert one(f"{HEAD}{inside}print(hvd.local_rank())\n").after.count("import os\n") == 2
     tried = HEAD.replace("import torch\n", "import torch\n\ntry:\n    import os\nfinally:\n    pass\n")
     assert one(f"{tried}print(hvd.local_rank())\n").after.count("import os\n") == 1
+
+
+@pytest.mark.parametrize(
+    "wait", ["y = hvd.synchronize(h) if flag else x", "def wait():\n    return hvd.synchronize(h)"]
+)
+def test_an_exchange_whose_wait_is_left_is_left(wait: str) -> None:
+    text = f"h = hvd.allreduce_async(x)\n{wait}\n"
+    result = one(HEAD + text)
+    assert result.after == STANDS_IN + text
+    assert left_of(result) == ["hvd.allreduce_async", "hvd.synchronize"]
