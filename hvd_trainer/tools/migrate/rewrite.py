@@ -214,8 +214,7 @@ class Rewriter(cst.CSTTransformer):
         for statement, updated in zip(original_node.body, updated_node.body, strict=True):
             rows, lead = self._parsed("\n".join(source.before[statement])), list(updated.leading_lines)
             rule = self.rules.get("skip_synchronize") if self.is_sure else None
-            is_empty = isinstance(updated, (cst.If, cst.Try)) and not updated.body.body and not updated.orelse
-            is_gone = is_empty or statement in source.gone
+            is_gone = statement in source.gone or _is_empty(statement, updated)
             if rule and m.matches(statement, SKIP):
                 self.used.append((source.line(statement), rule))
                 lead = [line for line in lead if not line.comment]
@@ -392,6 +391,15 @@ class Rewriter(cst.CSTTransformer):
         if self._put(call, *lines) is None:
             self.source.before[self.source.own_line(call)] += lines  # type: ignore[index]
         return result
+
+
+def _is_empty(statement: Any, updated: Any) -> bool:
+    """Return whether nothing is left of a condition or a `try` but handlers of imports that are gone."""
+    if not isinstance(updated, (cst.If, cst.Try)) or updated.body.body or updated.orelse:
+        return False
+    return isinstance(updated, cst.If) or (
+        updated.finalbody is None and all(m.matches(part, IMPORT) for part in statement.body.body)
+    )
 
 
 def _in_words(rule: Rule | None) -> str | None:

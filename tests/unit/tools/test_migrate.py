@@ -462,3 +462,9 @@ def test_an_exchange_whose_wait_is_left_is_left(wait: str) -> None:
     result = one(HEAD + text)
     assert result.after == STANDS_IN + text
     assert left_of(result) == ["hvd.allreduce_async", "hvd.synchronize"]
+
+
+@pytest.mark.parametrize("rest", ["finally:\n    cleanup()\n", "except OSError:\n    cleanup()\n"])
+def test_what_is_behind_an_empty_try_stays(rest: str) -> None:
+    text = HEAD + WRAPPED.format("", "model(data)") + "try:\n    hvd.broadcast_optimizer_state(optimizer)\n" + rest
+    assert "try:\n    pass\n" + rest in one(text).after
