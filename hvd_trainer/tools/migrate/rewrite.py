@@ -28,6 +28,8 @@ UNORDERED = r"\.(items|keys|values)\(\)$|^set\("
 SKIP = m.With(items=[m.WithItem(item=m.Call(m.Attribute(attr=m.Name("skip_synchronize"))))])
 SYNCHRONIZE = m.Call(m.Attribute(attr=m.Name("synchronize")), args=[])
 SIMPLE = (cst.Name, cst.Attribute, cst.Call, cst.Subscript)
+TIGHT = (cst.BinaryOperation, cst.Comparison, cst.UnaryOperation, cst.Attribute, cst.Subscript)
+"""Expressions whose operands are bracketed where they are operations."""
 STARTS = ("init", "shutdown")
 
 
@@ -133,9 +135,7 @@ class Rewriter(cst.CSTTransformer):
         # A formatted text cannot have its own quotes before Python 3.12.
         around = self.source.around(node, cst.FormattedString)
         made = cst.parse_expression(text.replace('"', "'") if around and around.quote == '"' else text)
-        if isinstance(made, cst.BinaryOperation) and isinstance(
-            self.source.parents[node], (cst.BinaryOperation, cst.Comparison, cst.UnaryOperation)
-        ):
+        if isinstance(made, cst.BinaryOperation) and isinstance(self.source.parents[node], TIGHT):
             return made.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
         return made
 

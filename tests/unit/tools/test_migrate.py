@@ -468,3 +468,9 @@ def test_an_exchange_whose_wait_is_left_is_left(wait: str) -> None:
 def test_what_is_behind_an_empty_try_stays(rest: str) -> None:
     text = HEAD + WRAPPED.format("", "model(data)") + "try:\n    hvd.broadcast_optimizer_state(optimizer)\n" + rest
     assert "try:\n    pass\n" + rest in one(text).after
+
+
+@pytest.mark.parametrize(("before", "after"), [("{}.bit_length()", "({}).bit_length()"), ("{}[0]", "({})[0]")])
+def test_results_are_bracketed(before: str, after: str) -> None:
+    nodes = 'dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"])'
+    assert after.format(nodes) + "\n" in one(HEAD + before.format("hvd.cross_size()") + "\n").after
