@@ -28,7 +28,8 @@ UNORDERED = r"\.(items|keys|values)\(\)$|^set\("
 SKIP = m.With(items=[m.WithItem(item=m.Call(m.Attribute(attr=m.Name("skip_synchronize"))))])
 SYNCHRONIZE = m.Call(m.Attribute(attr=m.Name("synchronize")), args=[])
 SIMPLE = (cst.Name, cst.Attribute, cst.Call, cst.Subscript)
-TIGHT = (cst.BinaryOperation, cst.Comparison, cst.UnaryOperation, cst.Attribute, cst.Subscript)
+OPERATION = (cst.BinaryOperation, cst.BooleanOperation)
+TIGHT = (*OPERATION, cst.Comparison, cst.UnaryOperation, cst.Attribute, cst.Subscript)
 """Expressions whose operands are bracketed where they are operations."""
 STARTS = ("init", "shutdown")
 
@@ -109,7 +110,7 @@ class Rewriter(cst.CSTTransformer):
             text: str | None = (self._put(call) or "None") if rule else None
         elif rule and own in source.gone:
             text = "None"
-        elif rule and (own is not None or not rule.lines and not rule.special or name in STARTS and not self.keep):
+        elif rule and (own is not None or not rule.lines and not rule.special or name in STARTS):
             new = {
                 old.value: self._code(now.value) for old, now in zip(call.args, updated_node.args, strict=False)
             }
@@ -135,7 +136,7 @@ class Rewriter(cst.CSTTransformer):
         # A formatted text cannot have its own quotes before Python 3.12.
         around = self.source.around(node, cst.FormattedString)
         made = cst.parse_expression(text.replace('"', "'") if around and around.quote == '"' else text)
-        if isinstance(made, cst.BinaryOperation) and isinstance(self.source.parents[node], TIGHT):
+        if isinstance(made, OPERATION) and isinstance(self.source.parents[node], TIGHT):
             return made.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
         return made
 
@@ -333,7 +334,9 @@ class Rewriter(cst.CSTTransformer):
             self.starts.add(self.source.code(call.func).split(".")[0])
         if not self.keep:
             return self._by_name(rule, call, new)
-        self.source.before[self.source.own_line(call)].append(rule.result)  # type: ignore[index]
+        if (own := self.source.own_line(call)) is None:
+            return None if call.args else f"{rule.result} or {self.source.code(call)}"
+        self.source.before[own].append(rule.result)
         return None
 
     _shutdown = _init

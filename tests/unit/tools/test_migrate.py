@@ -474,3 +474,19 @@ def test_what_is_behind_an_empty_try_stays(rest: str) -> None:
 def test_results_are_bracketed(before: str, after: str) -> None:
     nodes = 'dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"])'
     assert after.format(nodes) + "\n" in one(HEAD + before.format("hvd.cross_size()") + "\n").after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("hvd.init(); seed()", "dist.init_process_group() or hvd.init(); seed()"),
+        ("if ready: hvd.init()", "if ready: dist.init_process_group() or hvd.init()"),
+        ("ready and hvd.init()", "ready and (dist.init_process_group() or hvd.init())"),
+        ("hvd.shutdown(); say()", "dist.destroy_process_group() or hvd.shutdown(); say()"),
+    ],
+)
+def test_what_is_left_starts_where_a_line_has_more(before: str, after: str) -> None:
+    result = one(f"{HEAD}{before}\nhvd.start_timeline('trace.json')\n")
+    assert f"{after}\n" in result.after
+    assert "from hvd_trainer import hvd\n" in result.after
+    assert left_of(result) == ["hvd.start_timeline"]
