@@ -60,9 +60,11 @@ class Folder:
                 owner = source.around(function, cst.ClassDef) if function.name.value == "__init__" else None
                 self.functions[owner.name.value if owner else function.name.value].append((source, function))
         self.args = [(source, arg) for source in self.sources for arg in source.find(cst.Arg)]
-        for source, arg in self.args:
-            if source.qualified(arg.value) == API and (place := self.parameter(source, arg)):
-                place[0].passed.add(place[1])
+        given = self._given()
+        while any(key not in source.passed for source, key in given):  # which may give it on in their turn
+            for source, key in given:
+                source.passed.add(key)
+            given = self._given()
         # Where the ranks of a training change, `hvd_trainer.hvd` takes all of it.
         names = (source.qualified(node) for source in self.sources for node in source.below(source.module))
         self.is_elastic = any(ELASTIC.match(name) for name in names)
@@ -70,6 +72,11 @@ class Folder:
         targets = (source.target(call) for source, call in self.calls("DistributedOptimizer"))
         self.optimizers = {name.split(".")[-1] for name in targets if name} | self.owners("skip_synchronize")
         self.loads = self.owners("load_state_dict")
+
+    def _given(self) -> list[Variable]:
+        """Return the parameters that get `horovod.torch`."""
+        places = (self.parameter(source, arg) for source, arg in self.args if source.qualified(arg.value) == API)
+        return [place for place in places if place is not None]
 
     def calls(self, name: str) -> list[tuple[Source, cst.Call]]:
         """Return all calls of a name in Horovod's API."""

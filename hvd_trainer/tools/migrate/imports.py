@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
@@ -34,9 +35,11 @@ def statements(text: str, module: cst.Module) -> list[Any]:
 
 def names_of(node: Any) -> list[tuple[str, str, str]]:
     """Return the names of an import: as they are known, with the module's, and as they are written."""
-    module = f"{get_full_name_for_node(node.module)}." if getattr(node, "module", None) else ""
-    aliases = [] if isinstance(node.names, cst.ImportStar) else node.names
-    names = [(alias.evaluated_alias or alias.evaluated_name, alias.evaluated_name) for alias in aliases]
+    module = "." * len(getattr(node, "relative", ()))
+    module += f"{get_full_name_for_node(node.module)}." if getattr(node, "module", None) else ""
+    if isinstance(node.names, cst.ImportStar):
+        return [("*", f"{module}*", "*")]
+    names = [(alias.evaluated_alias or alias.evaluated_name, alias.evaluated_name) for alias in node.names]
     return [(known, module + name, name + f" as {known}" * (known != name)) for known, name in names]
 
 
@@ -51,8 +54,7 @@ def stand_in(known: str, whole: str, written: str) -> str:
 
 def add_imports(module: cst.Module, functions: list[str]) -> cst.Module:
     """Add imports, each where its kind is, and functions behind them."""
-    imports: list[Any] = [*m.findall(module, m.Import() | m.ImportFrom())]
-    have = {known.split(".")[0] for node in imports for known, *_ in names_of(node)}
+    have = {known.split(".")[0] for node in _imports(module) for known, *_ in names_of(node)}
     code = re.sub(r"#.*|^\s*(from|import) .*", "", module.code + "".join(functions), flags=re.MULTILINE)
     body: list[Any] = list(module.body)
     size = len(list(takewhile(lambda node: m.matches(node, HEAD), body)))
@@ -79,6 +81,15 @@ def add_imports(module: cst.Module, functions: list[str]) -> cst.Module:
         body[size] = body[size].with_changes(leading_lines=(*apart[blank:], *lead))
         body.insert(size, function.with_changes(leading_lines=apart))
     return module.with_changes(body=body)
+
+
+def _imports(node: cst.CSTNode) -> Iterator[cst.Import | cst.ImportFrom]:
+    """Yield the imports that are run with the file, and not inside a function or a class."""
+    if isinstance(node, (cst.Import, cst.ImportFrom)):
+        yield node
+    elif not isinstance(node, (cst.FunctionDef, cst.ClassDef, cst.BaseExpression)):
+        for child in node.children:
+            yield from _imports(child)
 
 
 def _is_standard(line: str) -> bool:

@@ -57,8 +57,12 @@ def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
     """
     python = {path: text.replace("\r\n", "\n") for path, text in texts.items() if path.suffix == ".py"}
     results, names = _migrate_all(Folder(python))
-    if names:
-        results, _ = _migrate_all(Folder(python, names))
+    keep: dict[Path, set[str]] = {}
+    while any(
+        names[path] - keep.get(path, set()) for path in names
+    ):  # what is left in a file keeps calls of others
+        keep = {path: keep.get(path, set()) | names[path] for path in names}
+        results, names = _migrate_all(Folder(python, keep))
     for result in results:
         ends = "\r\n" if "\r\n" in texts[result.path] else "\n"
         result.before, result.after = texts[result.path], result.after.replace("\n", ends)

@@ -27,8 +27,10 @@ DETACHED = r"\.item\(|\.detach\(|\.data\b|torch\.tensor\(|no_grad"
 UNORDERED = r"\.(items|keys|values)\(\)$|^set\("
 SKIP = m.With(items=[m.WithItem(item=m.Call(m.Attribute(attr=m.Name("skip_synchronize"))))])
 SYNCHRONIZE = m.Call(m.Attribute(attr=m.Name("synchronize")), args=[])
-NO_USE = (*(cst.Attribute, cst.AssignTarget, cst.NameItem, cst.Param), cst.ImportAlias, cst.ImportFrom, cst.AsName)
 SIMPLE = (cst.Name, cst.Attribute, cst.Call, cst.Subscript)
+OPERATION = (cst.BinaryOperation, cst.BooleanOperation)
+TIGHT = (*OPERATION, cst.Comparison, cst.UnaryOperation, cst.Attribute, cst.Subscript)
+"""Expressions whose operands are bracketed where they are operations."""
 STARTS = ("init", "shutdown")
 
 
@@ -70,7 +72,9 @@ class Rewriter(cst.CSTTransformer):
             and not isinstance(parent, cst.ImportAlias)
         ):
             updated_node = cst.parse_expression("hvd_trainer.hvd")
-        if isinstance(parent, NO_USE) or getattr(parent, "keyword", None) is original_node:
+        is_target = isinstance(parent, cst.AssignTarget) and isinstance(original_node, cst.Name)
+        is_known = original_node in (getattr(parent, "keyword", None), getattr(parent, "name", None))
+        if is_target or is_known or isinstance(parent, (cst.Attribute, cst.ImportFrom)):
             return updated_node
         if not re.match(r"horovod\b", name):
             return updated_node
@@ -84,21 +88,29 @@ class Rewriter(cst.CSTTransformer):
 
     leave_Attribute = leave_Name  # noqa: N815
 
+    def leave_ImportFrom(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
+        """List an import of all names, as none of their uses is seen."""
+        for known, whole, _ in names_of(original_node):
+            if known == "*" and re.match(r"horovod\b", whole):
+                self.left[original_node.names] = whole
+        return updated_node
+
     def leave_Call(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
         """Rewrite a call by its rule."""
         source, name, call = self.source, self.source.horovod(original_node.func), original_node
         if not self.keep:
-            gone = [arg for arg in call.args if source.qualified(arg.value) == API]
+            named = [arg for arg in call.args if source.qualified(arg.value) == API]
+            gone = [arg for arg in named if self.folder.parameter(source, arg)]
             for arg in gone:
                 self._forget(arg)
-            updated_node = self._without(updated_node, "args", call.args, gone)
+            updated_node = updated_node.with_changes(args=self._without(call.args, updated_node.args, gone))
         rule, own = self.rules.get(name or ""), source.own_line(call)
         if name is None and m.matches(call, SYNCHRONIZE) and last_name(call.func.value) in self.folder.optimizers:
             rule = self.rules.get("synchronize") if self.is_sure else None
             text: str | None = (self._put(call) or "None") if rule else None
         elif rule and own in source.gone:
             text = "None"
-        elif rule and (own is not None or not rule.lines and not rule.special or name in STARTS and not self.keep):
+        elif rule and (own is not None or not rule.lines and not rule.special or name in STARTS):
             new = {
                 old.value: self._code(now.value) for old, now in zip(call.args, updated_node.args, strict=False)
             }
@@ -124,9 +136,7 @@ class Rewriter(cst.CSTTransformer):
         # A formatted text cannot have its own quotes before Python 3.12.
         around = self.source.around(node, cst.FormattedString)
         made = cst.parse_expression(text.replace('"', "'") if around and around.quote == '"' else text)
-        if isinstance(made, cst.BinaryOperation) and isinstance(
-            self.source.parents[node], (cst.BinaryOperation, cst.Comparison, cst.UnaryOperation)
-        ):
+        if isinstance(made, OPERATION) and isinstance(self.source.parents[node], TIGHT):
             return made.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
         return made
 
@@ -153,17 +163,27 @@ class Rewriter(cst.CSTTransformer):
         return "None"
 
     @staticmethod
-    def _without(node: Any, what: str, old: Sequence[cst.CSTNode], gone: Sequence[cst.CSTNode]) -> Any:
-        """Return a node without some of its arguments or parameters."""
-        kept = [now for item, now in zip(old, getattr(node, what), strict=True) if item not in gone]
+    def _without(old: Sequence[Any], new: Sequence[Any], gone: Sequence[cst.CSTNode]) -> Sequence[Any]:
+        """Return arguments or parameters without some of them."""
+        kept = [now for item, now in zip(old, new, strict=True) if item not in gone]
         if gone and kept:
             kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-        return node.with_changes(**{what: kept}) if gone else node
+        return kept
 
     def leave_Parameters(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
         """Leave out parameters that stand for Horovod."""
-        gone = [param for param in original_node.params if self.source.key(param.name) in self.source.passed]
-        return updated_node if self.keep else self._without(updated_node, "params", original_node.params, gone)
+        kinds = {kind: getattr(original_node, kind) for kind in ("posonly_params", "params", "kwonly_params")}
+        every = [param for params in kinds.values() for param in params]
+        gone = [param for param in every if self.source.key(param.name) in self.source.passed]
+        if self.keep or not gone:
+            return updated_node
+        changes = {
+            kind: self._without(params, getattr(updated_node, kind), gone) for kind, params in kinds.items()
+        }
+        # LibCST writes the signs between the kinds where both are there.
+        star, sign = updated_node.star_arg, cst.MaybeSentinel.DEFAULT
+        star = star.with_changes(comma=sign) if isinstance(star, cst.Param) else sign
+        return updated_node.with_changes(**changes, star_arg=star, posonly_ind=sign)
 
     def leave_Comment(self, original_node: cst.Comment, updated_node: cst.Comment) -> cst.Comment:  # noqa: N802
         """Say in a comment what its code does now."""
@@ -182,7 +202,7 @@ class Rewriter(cst.CSTTransformer):
         """Import what stands in for Horovod where it is used, and take the import out where it is not."""
         names = names_of(original_node.body[0]) if m.matches(original_node, IMPORT) else []
         if any(re.match(r"horovod\b", whole) for _, whole, _ in names):
-            used = (self.folder.keep or {}).get(self.source.path, ())
+            used = {"*", *(self.folder.keep or {}).get(self.source.path, ())}
             kept = [name for name in names if name[0].split(".")[0] in used or "horovod" not in name[1]]
             self.source.before[original_node] = [stand_in(*name) for name in kept]
             self.source.gone.add(original_node)
@@ -195,8 +215,7 @@ class Rewriter(cst.CSTTransformer):
         for statement, updated in zip(original_node.body, updated_node.body, strict=True):
             rows, lead = self._parsed("\n".join(source.before[statement])), list(updated.leading_lines)
             rule = self.rules.get("skip_synchronize") if self.is_sure else None
-            is_empty = isinstance(updated, (cst.If, cst.Try)) and not updated.body.body and not updated.orelse
-            is_gone = is_empty or statement in source.gone
+            is_gone = statement in source.gone or _is_empty(statement, updated)
             if rule and m.matches(statement, SKIP):
                 self.used.append((source.line(statement), rule))
                 lead = [line for line in lead if not line.comment]
@@ -315,7 +334,9 @@ class Rewriter(cst.CSTTransformer):
             self.starts.add(self.source.code(call.func).split(".")[0])
         if not self.keep:
             return self._by_name(rule, call, new)
-        self.source.before[self.source.own_line(call)].append(rule.result)  # type: ignore[index]
+        if (own := self.source.own_line(call)) is None:
+            return None if call.args else f"{rule.result} or {self.source.code(call)}"
+        self.source.before[own].append(rule.result)
         return None
 
     _shutdown = _init
@@ -356,6 +377,8 @@ class Rewriter(cst.CSTTransformer):
         made = self._fill(msgspec.structs.replace(base, result=base.result + " "), call, new)
         if made is None or len(uses) != 2 or not waits or source.line(waits[0]) <= source.line(call):
             return None
+        if source.own_line(waits[0]) is None or source.function(waits[0]) is not source.function(call):
+            return None
         place = next(number for number, line in enumerate(made[0]) if line.startswith("dist."))
         source.before[own] += made[0][:place]
         self._waits[waits[0]] = made[0][place + 1 :], made[1].strip()
@@ -371,6 +394,15 @@ class Rewriter(cst.CSTTransformer):
         if self._put(call, *lines) is None:
             self.source.before[self.source.own_line(call)] += lines  # type: ignore[index]
         return result
+
+
+def _is_empty(statement: Any, updated: Any) -> bool:
+    """Return whether nothing is left of a condition or a `try` but handlers of imports that are gone."""
+    if not isinstance(updated, (cst.If, cst.Try)) or updated.body.body or updated.orelse:
+        return False
+    return isinstance(updated, cst.If) or (
+        updated.finalbody is None and all(m.matches(part, IMPORT) for part in statement.body.body)
+    )
 
 
 def _in_words(rule: Rule | None) -> str | None:

@@ -367,3 +367,126 @@ def test_libcst_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(OptionError, match=r"Type: pip install .*\[migrate\]'"):
         migrate_cli.main(["train.py"])
+
+
+def left_of(result: Migrated) -> list[str]:
+    return [what for _, what, _ in result.left]
+
+
+STANDS_IN = HEAD.replace("import horovod.torch as hvd", "from hvd_trainer import hvd")
+
+
+def test_a_star_import_gives_what_stands_in_for_horovod() -> None:
+    result = one("from horovod.torch import *\n\ninit()\n")
+    assert result.after == "from hvd_trainer.hvd import *\n\ninit()\n"
+    assert left_of(result) == ["hvd.*"]
+
+
+@pytest.mark.parametrize("line", ["from .horovod import helper", "from . import horovod", "from .torch import *"])
+def test_modules_of_a_package_are_not_horovod(line: str) -> None:
+    text = f"{line}\nimport horovod.torch as hvd\nprint(hvd.rank())\n"
+    assert f"{line}\n" in one(text).after
+
+
+@pytest.mark.parametrize("call", ["getattr(hvd, 'rank')()", "setup(hvd, 3)", "setup(*rest, hvd=hvd)"])
+def test_unknown_functions_get_what_stands_in_for_horovod(call: str) -> None:
+    result = one(f"{HEAD}{call}\n")
+    assert result.after == f"{STANDS_IN}{call}\n"
+    assert left_of(result) == ["hvd"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("model, *, hvd", "model"),
+        ("model, *, hvd, text=''", "model, *, text=''"),
+        ("model, *rest, hvd", "model, *rest"),
+        ("hvd, /, model", "model"),
+    ],
+)
+def test_parameters_that_stand_for_horovod_go(before: str, after: str) -> None:
+    call = "train(hvd, 1)" if before.startswith("hvd") else "train(1, hvd=hvd)"
+    text = HEAD + f"def train({before}):\n    return hvd.rank()\n\n\n{call}\n"
+    assert f"def train({after}):\n    return dist.get_rank()\n\n\ntrain(1)\n" in one(text).after
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import horovod.torch as hvd\n\n\ndef f(x, op=hvd.Average):\n    return op\n",
+        "from horovod.torch import Average\n\n\ndef f(x, op=Average):\n    return op\n",
+        "import horovod.torch as hvd\n\nhvd.timeout = 3\n",
+    ],
+)
+def test_names_that_are_used_keep_their_import(text: str) -> None:
+    result = one(text)
+    stands_in = text.replace("import horovod.torch as hvd", "from hvd_trainer import hvd")
+    assert result.after == stands_in.replace("horovod.torch", "hvd_trainer.hvd")
+    assert result.left
+
+
+def test_files_that_hand_horovod_on_keep_their_import() -> None:
+    main = "import horovod.torch as hvd\nfrom mid import middle\n\nmiddle(hvd)\n"
+    mid = "import horovod.torch as hvd\nfrom low import train\n\n\ndef work():\n    train(1, hvd)\n"
+    handed = "from low import train\n\n\ndef middle(lib):\n    train(1, lib)\n"
+    low = "def train(x, hvd):\n    print(hvd.rank(), hvd.is_homogeneous())\n"
+
+    def migrated(mid: str, low: str) -> dict[str, str]:
+        texts = {"low.py": low, "mid.py": mid, "main.py": main}
+        return {it.path.stem: it.after for it in migrate({Path(name): text for name, text in texts.items()})}
+
+    after = migrated(mid, low)
+    assert after["mid"] == mid.replace("import horovod.torch as hvd", "from hvd_trainer import hvd")
+    after = migrated(handed, low)
+    assert "from hvd_trainer import hvd\n" in after["main"]
+    assert "middle(hvd)\n" in after["main"]
+    assert "def middle(lib):\n    train(1, lib)\n" in after["mid"]
+    after = migrated(handed, low.replace(", hvd.is_homogeneous()", ""))
+    assert "middle()\n" in after["main"]
+    assert "def middle():\n    train(1)\n" in after["mid"]
+    assert "def train(x):\n    print(dist.get_rank())\n" in after["low"]
+
+
+def test_imports_inside_functions_are_not_those_of_the_file() -> None:
+    inside = "def f():\n    import os\n\n    return os.name\n\n\n"
+    assert one(f"{HEAD}{inside}print(hvd.local_rank())\n").after.count("import os\n") == 2
+    tried = HEAD.replace("import torch\n", "import torch\n\ntry:\n    import os\nfinally:\n    pass\n")
+    assert one(f"{tried}print(hvd.local_rank())\n").after.count("import os\n") == 1
+
+
+@pytest.mark.parametrize(
+    "wait", ["y = hvd.synchronize(h) if flag else x", "def wait():\n    return hvd.synchronize(h)"]
+)
+def test_an_exchange_whose_wait_is_left_is_left(wait: str) -> None:
+    text = f"h = hvd.allreduce_async(x)\n{wait}\n"
+    result = one(HEAD + text)
+    assert result.after == STANDS_IN + text
+    assert left_of(result) == ["hvd.allreduce_async", "hvd.synchronize"]
+
+
+@pytest.mark.parametrize("rest", ["finally:\n    cleanup()\n", "except OSError:\n    cleanup()\n"])
+def test_what_is_behind_an_empty_try_stays(rest: str) -> None:
+    text = HEAD + WRAPPED.format("", "model(data)") + "try:\n    hvd.broadcast_optimizer_state(optimizer)\n" + rest
+    assert "try:\n    pass\n" + rest in one(text).after
+
+
+@pytest.mark.parametrize(("before", "after"), [("{}.bit_length()", "({}).bit_length()"), ("{}[0]", "({})[0]")])
+def test_results_are_bracketed(before: str, after: str) -> None:
+    nodes = 'dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"])'
+    assert after.format(nodes) + "\n" in one(HEAD + before.format("hvd.cross_size()") + "\n").after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("hvd.init(); seed()", "dist.init_process_group() or hvd.init(); seed()"),
+        ("if ready: hvd.init()", "if ready: dist.init_process_group() or hvd.init()"),
+        ("ready and hvd.init()", "ready and (dist.init_process_group() or hvd.init())"),
+        ("hvd.shutdown(); say()", "dist.destroy_process_group() or hvd.shutdown(); say()"),
+    ],
+)
+def test_what_is_left_starts_where_a_line_has_more(before: str, after: str) -> None:
+    result = one(f"{HEAD}{before}\nhvd.start_timeline('trace.json')\n")
+    assert f"{after}\n" in result.after
+    assert "from hvd_trainer import hvd\n" in result.after
+    assert left_of(result) == ["hvd.start_timeline"]
