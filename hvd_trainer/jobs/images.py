@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copyfile
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import interpolate
 
 from hvd_trainer.backends import Backend
@@ -68,22 +72,39 @@ def load_mnist(folder: Path) -> Images:
     Raises:
         DataError: a file is cut short, or something else.
     """
-    from torchvision.datasets import MNIST  # takes a second, and the embedded digits do without
+    normalise = Normalise(MEAN, STD)
+    sets = (_read(folder / RAW, split) for split in ("train", "t10k"))
+    train, test = (TensorData(images.unsqueeze(1), labels, normalise, "MNIST") for images, labels in sets)
+    return Images(train, test)
+
+
+def _read(raw: Path, split: str) -> tuple[Tensor, Tensor]:
+    """Return the images and labels of a split, from the files that were published.
+
+    `MNIST()` would prefer the files `MNIST/processed/*.pt` that torchvision wrote before 0.9, if they are there.
+
+    Raises:
+        DataError: they are cut short, or something else.
+    """
+    # Takes a second, and the embedded digits do without.
+    from torchvision.datasets.mnist import read_image_file, read_label_file
 
     try:
-        sets = [MNIST(folder, train=is_train) for is_train in (True, False)]
+        images = read_image_file(str(raw / f"{split}-images-idx3-ubyte"))
+        labels = read_label_file(str(raw / f"{split}-labels-idx1-ubyte"))
+        shape, largest = tuple(images.shape), int(labels.max())
     except UNREADABLE as error:
         raise DataError(
-            f"MNIST in {folder / RAW} cannot be read ({first_line(error)}). Delete it and download it again."
+            f"MNIST in {raw} cannot be read ({first_line(error)}). Delete it and download it again."
         ) from error
-    if (largest := max(int(mnist.targets.max()) for mnist in sets)) >= CLASSES:
-        raise DataError(
-            f"{folder / RAW} is not MNIST: it has the label {largest}, and there are 0 to {CLASSES - 1}. Delete "
-            f"it and download it again."
-        )
-    normalise = Normalise(MEAN, STD)
-    train, test = (TensorData(mnist.data.unsqueeze(1), mnist.targets, normalise, "MNIST") for mnist in sets)
-    return Images(train, test)
+    trouble = None
+    if shape != (len(labels), 28, 28):
+        trouble = f"{len(labels)} labels for images of the shape {shape}, and not ({len(labels)}, 28, 28)"
+    elif largest >= CLASSES:
+        trouble = f"the label {largest}, and there are 0 to {CLASSES - 1}"
+    if trouble:
+        raise DataError(f"{raw} is not MNIST: it has {trouble}. Delete it and download it again.")
+    return images, labels
 
 
 def load_digits(times: int = 1) -> Images:
@@ -107,18 +128,34 @@ def load_digits(times: int = 1) -> Images:
 
 
 def fetch_mnist(folder: Path) -> None:
-    """Let torchvision download MNIST to `folder`, unless it is there.
+    """Put the files of MNIST into `folder`, unless they are there: unpack those that are packed, or download them.
+
+    Each takes its place by a rename: other nodes may do the same to the same folder, and a start may be killed.
 
     Raises:
-        DataError: it cannot be downloaded, or not be written there.
+        DataError: they cannot be downloaded, or not be written there.
     """
     from torchvision.datasets import MNIST
+    from torchvision.datasets.utils import check_integrity
 
-    missing = [packed for packed, _ in MNIST.resources if not (folder / RAW / packed).with_suffix("").is_file()]
-    if missing:
-        try:
-            with downloading(MNIST.mirrors[0] + missing[0]):
-                MNIST(folder, download=True)
-        except DataError as error:
-            name = missing[0].removesuffix(".gz")
-            raise DataError(f"there is no {name} in {folder / RAW}, and {error}") from error
+    raw = folder / RAW
+    missing = [packed for packed, _ in MNIST.resources if not (raw / packed).with_suffix("").is_file()]
+    if not missing:
+        return
+    packed_here = [packed for packed, md5 in MNIST.resources if check_integrity(raw / packed, md5)]
+    is_here = len(packed_here) == len(MNIST.resources)
+    try:
+        with nullcontext() if is_here else downloading(MNIST.mirrors[0] + missing[0]):
+            raw.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".new-", dir=raw) as new:
+                unpacked = Path(new, RAW)
+                unpacked.mkdir(parents=True)
+                for packed in packed_here:
+                    copyfile(raw / packed, unpacked / packed)
+                MNIST(new, download=True)
+                for packed in missing:
+                    file = (unpacked / packed).with_suffix("")
+                    file.replace(raw / file.name)
+    except (DataError, OSError) as error:
+        reason = f"its packed files cannot be unpacked there ({error})" if is_here else str(error)
+        raise DataError(f"there is no {missing[0].removesuffix('.gz')} in {raw}, and {reason}") from error

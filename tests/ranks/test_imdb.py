@@ -51,6 +51,7 @@ def test_nodes_with_different_reviews_are_an_error(tmp_path: Path) -> None:
     ):
         assert "different reviews" in error
         assert "node0, node1" in error
+        assert "tokenizers and safetensors" in error  # both decide what the files have
 
 
 SMALL = "--layers 2 --d-model 16 --heads 2 --d-hid 16 --sequence-length 24 --vocabulary 300 --global-batch-size 8"

@@ -24,11 +24,13 @@ ARCHIVE, FOLDER = "aclImdb_v1.tar.gz", "aclImdb"
 SPLITS, LABELS = ("train", "test"), ("neg", "pos")
 """The number of a label is its place."""
 REVIEWS_PER_SPLIT = 25_000
-REVIEW = re.compile(rf"(?:{FOLDER}/)?((?:{'|'.join(SPLITS)})/(?:{'|'.join(LABELS)})/\d+_\d+\.txt)")
+REVIEW = re.compile(rf"(?:\./)?(?:{FOLDER}/)?((?:{'|'.join(SPLITS)})/(?:{'|'.join(LABELS)})/\d+_\d+\.txt)")
 MARKUP = re.compile(r"(<br\s*/?>\s*)+")
 """The only markup in the reviews: ends of lines."""
 MAX_REVIEW_BYTES = 2**20
-"""The longest has 14 kB; what an archive unpacks to must fit in memory."""
+"""The longest has 14 kB."""
+MAX_UNPACKED_BYTES = 2**30
+"""The published archive has a third of it; a small file can unpack to more than there is memory."""
 
 
 @dataclass
@@ -117,12 +119,28 @@ def _in_folder(folder: Path) -> Iterator[tuple[str, Path]]:
             yield name, file
 
 
+class _Unpacked(gzip.GzipFile):
+    """What an archive unpacks to, as far as it may be read."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if self.tell() + max(size or 0, 0) > MAX_UNPACKED_BYTES:
+            raise DataError(
+                f"{self.name} unpacks to more than {MAX_UNPACKED_BYTES:,} bytes, so it is not {ARCHIVE}. "
+                f"Delete it and download it again."
+            )
+        return super().read(size)
+
+
 def _in_archive(archive: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield each review's name from the split on, and its content."""
-    with gzip.open(archive) as unpacked, tarfile.open(fileobj=unpacked) as tar:
+    """Yield each review's name from the split on, and its content.
+
+    Links and sparse files are left out: they can be much longer than what the archive has of them.
+    """
+    with _Unpacked(archive) as unpacked, tarfile.open(fileobj=unpacked) as tar:
         for member in tar:
             match = REVIEW.fullmatch(member.name)
-            if match and member.size <= MAX_REVIEW_BYTES and (file := tar.extractfile(member)):
+            is_plain = member.isreg() and not member.issparse() and member.size <= MAX_REVIEW_BYTES
+            if match and is_plain and (file := tar.extractfile(member)):
                 yield match[1], file.read()
         while unpacked.read(2**20):  # until its checksum
             pass

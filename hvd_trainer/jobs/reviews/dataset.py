@@ -106,7 +106,7 @@ def _load_tokens(
     if len({entry["tokens"] for entry in kept.values()}) > 1:
         raise SharedDataError(
             f"Nodes have different reviews, or made different tokens of them: {', '.join(kept)}. Give all of them "
-            f"the same {ARCHIVE}, and the same version of the package tokenizers."
+            f"the same {ARCHIVE}, and the same versions of the packages tokenizers and safetensors."
         )
     return imdb_tokens.load(Path(kept[node]["file"]))
 
@@ -117,7 +117,7 @@ def fetch(place: Path) -> None:
     Raises:
         DataError: it cannot be downloaded, or not be written there.
     """
-    if place.suffix in (".gz", ".tgz", ".tar") and not place.exists():
+    if place.suffix in (".gz", ".tgz") and not place.exists():
         raise DataError(f"there is no file {place}. {HOW}")
     try:
         archive.find(place)

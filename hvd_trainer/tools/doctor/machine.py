@@ -32,7 +32,7 @@ NETWORK_FILE_SYSTEMS = (
 )
 """Prefixes of the names of file systems that other hosts can mount, too."""
 MIN_DATA_BYTES, MIN_LOG_BYTES = 5 * 2**30, 2**30
-DATA_PATTERNS = ("*-ubyte*", "*/*-ubyte*", "MNIST/raw/*-ubyte*", "aclImdb*")
+DATA_PATTERNS = ("MNIST/raw/*-ubyte*", "aclImdb*")
 """Where the jobs look for the files of MNIST and IMDB."""
 
 

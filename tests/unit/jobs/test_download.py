@@ -43,3 +43,22 @@ def test_silent_server_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
         assert "timed out" in fail(f"http://127.0.0.1:{silent.getsockname()[1]}/data.gz", tmp_path / "new")
         assert time.monotonic() - started < 5
     assert not list(tmp_path.iterdir())
+
+
+def test_download_that_stalls_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision sets no limit: one that a server no longer fed was waited for without end."""
+    monkeypatch.setattr(module, "SILENCE_S", 0.5)
+    (tmp_path / "data.gz").write_bytes(b"the data")
+
+    def receive(url: str, address: tuple[str, int]) -> None:
+        with downloading(url), socket.create_connection(address) as stalled:
+            assert stalled.gettimeout() == 0.5
+            stalled.recv(1)
+
+    with (
+        serving(tmp_path) as server,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(DataError, match="timed out"),
+    ):
+        receive(f"{server}/data.gz", silent.getsockname())
+    assert socket.getdefaulttimeout() is None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import math
 from hashlib import md5
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import small_mnist
 import torch
 from http_server import serving
 from torchvision.datasets import MNIST
@@ -111,23 +113,81 @@ def test_dataset_auto_falls_back_to_digits(
     assert "\n" not in images.note
 
 
-def test_mnist_is_downloaded_where_torchvision_puts_it(
-    mnist_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served, folder = tmp_path / "served", tmp_path / "data"
-    served.mkdir()
+@pytest.fixture
+def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A few images, packed as they are published."""
+    small_mnist.write(tmp_path / "small")
     resources = []
     for name, _ in MNIST.resources:
-        content = gzip.compress((mnist_dir / mnist_module.RAW / name).with_suffix("").read_bytes(), 1)
-        (served / name).write_bytes(content)
+        content = gzip.compress((tmp_path / "small" / mnist_module.RAW / name).with_suffix("").read_bytes(), 1)
+        (tmp_path / name).write_bytes(content)
         resources.append((name, md5(content).hexdigest()))
     monkeypatch.setattr(MNIST, "resources", resources)
-    with serving(served) as server:
+    return tmp_path
+
+
+def raw_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / mnist_module.RAW).iterdir() if not path.suffix}
+
+
+def test_mnist_is_downloaded_where_torchvision_puts_it(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "data"
+    with serving(packed) as server:
         monkeypatch.setattr(MNIST, "mirrors", [f"{server}/"])
         mnist_module.fetch_mnist(folder)
-    for path in (mnist_dir / mnist_module.RAW).glob("*-ubyte"):
-        assert (folder / mnist_module.RAW / path.name).read_bytes() == path.read_bytes()
+    assert raw_files(folder) == raw_files(tmp_path / "small")
     mnist_module.fetch_mnist(folder)  # finds them there: nobody serves them any more
+
+
+def test_download_that_ends_early_leaves_no_files(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files grew in place: other nodes read a part of them, and a start that was killed left them cut."""
+    (packed / "t10k-labels-idx1-ubyte.gz").unlink()
+    with serving(packed) as server:
+        monkeypatch.setattr(MNIST, "mirrors", [f"{server}/"])
+        with pytest.raises(DataError, match="cannot be downloaded"):
+            mnist_module.fetch_mnist(tmp_path / "data")
+    assert not list((tmp_path / "data" / mnist_module.RAW).iterdir())
+
+
+@pytest.mark.usefixtures("offline")
+def test_packed_files_are_unpacked_without_a_server(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = tmp_path / "data" / mnist_module.RAW
+    raw.mkdir(parents=True)
+    for name, _ in MNIST.resources:
+        (packed / name).rename(raw / name)
+    (raw / LABELS).mkdir()
+    with pytest.raises(
+        DataError, match=f"in {raw}, and its packed files cannot be unpacked there .*Is a directory"
+    ):
+        mnist_module.fetch_mnist(tmp_path / "data")
+    (raw / LABELS).rmdir()
+    mnist_module.fetch_mnist(tmp_path / "data")
+    assert raw_files(tmp_path / "data") == raw_files(tmp_path / "small")
+    assert len(list(raw.iterdir())) == 8
+
+
+def test_published_files_are_read_and_no_others(tmp_path: Path) -> None:
+    """Torchvision prefers the tensors that earlier versions of it kept."""
+    small_mnist.write(tmp_path)
+    (tmp_path / "MNIST/processed").mkdir()
+    for name in ("training.pt", "test.pt"):
+        torch.save((torch.zeros(3, 14, 14), torch.zeros(3)), tmp_path / "MNIST/processed" / name)
+    assert mnist_module.load_mnist(tmp_path).train.inputs.shape == (640, 1, 28, 28)
+
+
+@pytest.mark.parametrize("shape", [(64, 14, 14), (63, 28, 28)])
+def test_images_of_another_shape_are_an_error(shape: tuple[int, int, int], tmp_path: Path) -> None:
+    small_mnist.write(tmp_path)
+    file = tmp_path / mnist_module.RAW / "t10k-images-idx3-ubyte"
+    file.write_bytes(np.array([2051, *shape], ">i4").tobytes() + bytes(math.prod(shape)))
+    with pytest.raises(DataError, match=rf"it has 64 labels for images of the shape \({shape[0]}, .*Delete it"):
+        mnist_module.load_mnist(tmp_path)
 
 
 def test_download_that_is_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+import tarfile
 from hashlib import md5
 from pathlib import Path
 
@@ -102,6 +103,40 @@ def test_archive_reads_reviews_only(tmp_path: Path) -> None:
     assert imdb_archive.read(place) == imdb_archive.read(
         fake_imdb.write_archive(tmp_path / "b.tar.gz", fake_imdb.reviews())
     )
+
+
+def test_archive_of_the_folder_with_a_dot_is_read(tmp_path: Path, archive: Path) -> None:
+    """`tar czf x.tar.gz ./aclImdb` packs such names."""
+    files = {f"./{name}": raw for name, raw in fake_imdb.reviews().items()}
+    dotted = fake_imdb.write_archive(tmp_path / "dotted.tar.gz", files)
+    assert imdb_archive.read(dotted) == imdb_archive.read(archive)
+
+
+@pytest.mark.parametrize("target", ["large", "nowhere"])
+def test_link_in_the_archive_is_no_review(target: str, tmp_path: Path, archive: Path) -> None:
+    """A hard link has no size of its own, and its target was read whole; one to nothing was a KeyError."""
+    linked = tmp_path / "linked.tar.gz"
+    with tarfile.open(archive) as tar, tarfile.open(linked, "w:gz") as copy:
+        for member in tar:
+            copy.addfile(member, tar.extractfile(member))
+        large, link = tarfile.TarInfo("large"), tarfile.TarInfo("aclImdb/train/pos/100_9.txt")
+        large.size = imdb_archive.MAX_REVIEW_BYTES + 1
+        copy.addfile(large, io.BytesIO(b"x" * large.size))
+        link.type, link.linkname = tarfile.LNKTYPE, target
+        copy.addfile(link)
+    assert imdb_archive.read(linked) == imdb_archive.read(archive)
+
+
+@pytest.mark.parametrize("name", ["aclImdb/train/pos/100_9.txt", "a" * 200_000])
+def test_archive_that_unpacks_to_too_much_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By reviews or by what tar itself reads, such as a name: memory would not be enough."""
+    monkeypatch.setattr(imdb_archive, "MAX_UNPACKED_BYTES", 100_000)
+    files = fake_imdb.reviews() | {name: b"word " * 30_000}
+    place = fake_imdb.write_archive(tmp_path / "a.tar.gz", files)
+    with pytest.raises(DataError, match=f"{place} unpacks to more than 100,000 bytes.*Delete it"):
+        imdb_archive.read(place)
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "checksum", "text"])
