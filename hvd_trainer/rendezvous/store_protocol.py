@@ -21,6 +21,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
+from weakref import WeakValueDictionary
 
 MAGIC = 0x3C85F7CE
 VALIDATE, SET, COMPARE_SET, GET, ADD, CHECK, WAIT, GETNUMKEYS, DELETE_KEY, APPEND, MULTI_GET, MULTI_SET = range(12)
@@ -56,7 +57,8 @@ class Store:
         os.set_blocking(pipe, False)
         self._tokens: set[bytes] = set()
         self.values: dict[bytes, bytes] = {}
-        self._awaited: dict[bytes, asyncio.Future[None]] = {}
+        self._awaited: WeakValueDictionary[bytes, asyncio.Event] = WeakValueDictionary()
+        """by key, as long as a client waits for it"""
         self.strangers: dict[Client, None] = {}
 
     def read_tokens(self) -> bool:
@@ -79,15 +81,14 @@ class Store:
         """Set a value, and wake the clients that wait for the key."""
         self.values[key] = value
         if (awaited := self._awaited.pop(key, None)) is not None:
-            awaited.set_result(None)
+            awaited.set()
 
     async def wait(self, keys: Sequence[bytes]) -> None:
         """Return once all keys have been set."""
         for key in keys:
             if key not in self.values:
-                if key not in self._awaited:
-                    self._awaited[key] = asyncio.get_running_loop().create_future()
-                await asyncio.shield(self._awaited[key])  # others may wait for it, too
+                awaited = self._awaited.setdefault(key, asyncio.Event())
+                await awaited.wait()
 
 
 class Client:
@@ -134,6 +135,7 @@ class Client:
         data = await self._loop.sock_recv(self._socket, limit)
         if not data:
             raise ConnectionResetError
+        await asyncio.sleep(0)  # data that is there is received at once: other clients have their turn first
         self._unread += data
         self._received_bytes += len(data)
 
@@ -202,7 +204,10 @@ class Client:
         elif kind == WAIT:
             keys = await self._read_keys()
             self._cancel_wait()
-            self._wait = self._loop.create_task(self._answer_once_set(keys))
+            if all(key in values for key in keys):
+                await self._send(STOP_WAITING)  # before the answer to what the client asks next
+            else:
+                self._wait = self._loop.create_task(self._answer_once_set(keys))
         elif kind == CANCEL_WAIT:
             self._cancel_wait()
             await self._send(WAIT_CANCELED)
@@ -222,6 +227,7 @@ class Client:
     def _cancel_wait(self) -> None:
         if self._wait is not None:
             self._wait.cancel()
+            self._wait = None
 
     async def _answer_for_key(self, kind: int, key: bytes) -> None:
         """Answer a query about one key.

@@ -6,7 +6,7 @@
 
 It is a process of its own, so that input from the network is not parsed in a rank, and a rank that waits for the
 store does not block the server. It ends when the pipe is closed, with rank 0. It imports modules of the standard
-library only: each job waits for its start.
+library only: each job waits for its start, of which asyncio takes 0.1 s.
 """
 
 from __future__ import annotations

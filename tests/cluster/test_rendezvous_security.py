@@ -107,6 +107,60 @@ def test_store_changes_a_value_once_the_query_is_complete(operation: str) -> Non
         assert store.get("n") == (b"8" if operation == "add" else b"17")
 
 
+def test_store_answers_a_wait_for_keys_that_are_set_in_order() -> None:
+    key = f"/{TOKEN}/n".encode()
+    sized = struct.pack("=Q", len(key)) + key
+    with server_here() as port, socket.create_connection((LOOPBACK, port), timeout=5) as line:
+        wait_, ping = struct.pack("=BQ", 6, 1) + sized, struct.pack("=BI", 13, 5)
+        line.sendall(attacks.MAGIC + b"\1" + sized + struct.pack("=Q", 0) + wait_ + ping)
+        answered = b""
+        while len(answered) < 5:
+            answered += line.recv(100)
+        assert answered == b"\0" + struct.pack("=I", 5)
+
+
+def store_here() -> store_protocol.Store:
+    reading, writing = os.pipe()
+    os.write(writing, f"{TOKEN}\n".encode())
+    os.close(writing)
+    return store_protocol.Store(reading)
+
+
+def test_store_serves_others_while_a_large_value_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_protocol, "READ_BYTES", 1000)
+    key, value = f"/{TOKEN}/n".encode(), bytes(50_000)
+
+    async def turns_of_others() -> int:
+        store, (ours, theirs) = store_here(), socket.socketpair()
+        theirs.setblocking(False)
+        ours.sendall(
+            attacks.MAGIC + b"\1" + struct.pack("=Q", len(key)) + key + struct.pack("=Q", len(value)) + value
+        )
+        client, turns = store_protocol.Client(theirs, store), 0
+        while key not in store.values:
+            turns += 1
+            await asyncio.sleep(0)
+        client.close()
+        ours.close()
+        return turns
+
+    assert asyncio.run(turns_of_others()) > 30
+
+
+def test_store_forgets_keys_that_nobody_waits_for_any_more() -> None:
+    async def awaited(store: store_protocol.Store) -> list[int]:
+        waits = [asyncio.create_task(store.wait([b"never"])) for _ in range(2)]
+        sizes = []
+        while waits:
+            await asyncio.sleep(0.01)
+            sizes.append(len(store._awaited))
+            waits.pop().cancel()
+        await asyncio.sleep(0.01)
+        return [*sizes, len(store._awaited)]
+
+    assert asyncio.run(awaited(store_here())) == [1, 1, 0]
+
+
 def test_store_wait_returns_when_another_client_sets(endpoint: Endpoint) -> None:
     waiting, setting = join(endpoint), join(endpoint)
     thread = threading.Timer(0.2, lambda: (setting.set("x", "1"), setting.set("y", "2")))
