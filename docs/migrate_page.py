@@ -37,8 +37,9 @@ The third changes the file; with changes in it that git does not have, only with
 together: models, and `hvd` itself, are followed through calls from file to file. `horovodrun` in shell scripts
 and READMEs beside the files becomes torchrun. `pip install 'hvd_trainer[migrate]'` brings what it needs.
 
-Comments and messages that name Horovod stay, but for a leading `Horovod:`, as their author knows what of them
-still holds; their lines are listed. What cannot be migrated, or is not seen well enough, is left as it is and
+Comments and messages that name Horovod stay, as their author knows what of them still holds; their lines are
+listed. Only a leading `Horovod:`, and names of migrated calls, are put right, and a line that goes takes its
+comment along. What cannot be migrated, or is not seen well enough, is left as it is and
 listed with its line and what to do: it still works, by `from hvd_trainer import hvd`, so a half-migrated script
 runs. Exit codes: 0, all is migrated; 3, something is left; 1, `--prove` has found a difference; 2, a mistake,
 such as a file that is not Python 3, does not use Horovod, uses it for TensorFlow or Keras, or has another `dist`

@@ -26,7 +26,7 @@ USUAL = {
     "gradient_predivide_factor": r"1(\.0)?",
 }
 """Options that change what is exchanged, and the values with which they do not."""
-BUFFERS = r"Norm\d|register_buffer|\bmodels\b|\btimm\b"
+BUFFERS = r"Norm\d|register_buffer|\bmodels\b|\btimm\b|\bhub\b|from_pretrained|create_model"
 """What a file has in which a model may have buffers: DDP would send those of rank 0 before each pass."""
 AVERAGE = "average_gradients"
 NO_ADASUM = "Adasum has no counterpart in torch.distributed"
