@@ -276,13 +276,12 @@ class TrialRunner:
                 log.rename(keep)
         state: Literal["done", "failed", "killed"] = "done"
         note = ""
-        if figures is None and (code is None or code < 0):
-            state, note = (
-                "killed",
-                f"killed by signal {-code}" if code else f"had not ended after {limit:g} s ({option})",
-            )
+        if code is None:
+            state, note = "killed", f"had not ended after {limit:g} s ({option})"
+        elif code < 0:
+            state, note = "killed", f"killed by signal {-code}"
         elif figures is None:
-            state, note = "failed", why_it_failed(place, code or 0)
+            state, note = "failed", why_it_failed(place, code)
         run = RunRecord(
             trial.identity,
             round_,

@@ -49,7 +49,7 @@ class Store:
 
     Attributes:
         values: by key.
-        strangers: clients that have not sent a key with a token, in the order of their arrival.
+        unauthenticated: clients that have not sent a key with a token, in the order of their arrival.
     """
 
     def __init__(self, pipe: int) -> None:
@@ -59,7 +59,7 @@ class Store:
         self.values: dict[bytes, bytes] = {}
         self._awaited: WeakValueDictionary[bytes, asyncio.Event] = WeakValueDictionary()
         """by key, as long as a client waits for it"""
-        self.strangers: dict[Client, None] = {}
+        self.unauthenticated: dict[Client, None] = {}
 
     def read_tokens(self) -> bool:
         """Read new tokens from the pipe; return False at its end."""
@@ -101,12 +101,12 @@ class Client:
         """whether it has sent a key with a token"""
         self._unread, self._received_bytes = bytearray(), 0
         self._wait: asyncio.Task[None] | None = None
-        store.strangers[self] = None
+        store.unauthenticated[self] = None
         self._serving = self._loop.create_task(self._serve())
 
     def close(self) -> None:
         """Serve the client no more, and close its connection."""
-        self._store.strangers.pop(self, None)
+        self._store.unauthenticated.pop(self, None)
         self._serving.cancel()
 
     async def _serve(self) -> None:
@@ -116,7 +116,7 @@ class Client:
         except (RefusedError, OSError, LookupError, ValueError, struct.error):
             pass
         finally:
-            self._store.strangers.pop(self, None)
+            self._store.unauthenticated.pop(self, None)
             self._cancel_wait()
             self._socket.close()
 
@@ -180,7 +180,7 @@ class Client:
         if not self._is_authenticated and not self._store.has_token(key):
             raise RefusedError
         self._is_authenticated = True
-        self._store.strangers.pop(self, None)
+        self._store.unauthenticated.pop(self, None)
 
     async def _send(self, data: bytes) -> None:
         await self._loop.sock_sendall(self._socket, data)

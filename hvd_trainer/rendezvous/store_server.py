@@ -59,17 +59,17 @@ class StoreServer:
                 sock, _ = await loop.sock_accept(self._listener)
             except OSError as error:
                 # The client is gone again, or too many files are open.
-                self._close_oldest_stranger()
+                self._close_oldest_unauthenticated()
                 await asyncio.sleep(PAUSE_S if error.errno in NONE_LEFT else 0)
                 continue
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             Client(sock, self._store)
             await asyncio.sleep(0)  # a task that is cancelled before its first step would not close the connection
-            if len(self._store.strangers) > MAX_UNAUTHENTICATED:
-                self._close_oldest_stranger()
+            if len(self._store.unauthenticated) > MAX_UNAUTHENTICATED:
+                self._close_oldest_unauthenticated()
 
-    def _close_oldest_stranger(self) -> None:
-        if (oldest := next(iter(self._store.strangers), None)) is not None:
+    def _close_oldest_unauthenticated(self) -> None:
+        if (oldest := next(iter(self._store.unauthenticated), None)) is not None:
             oldest.close()
 
 

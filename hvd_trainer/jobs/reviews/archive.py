@@ -120,7 +120,7 @@ def _in_folder(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 class _Unpacked(gzip.GzipFile):
-    """What an archive unpacks to, as far as it may be read."""
+    """The decompressed archive; reading more than the limit raises DataError."""
 
     def read(self, size: int | None = -1) -> bytes:
         if self.tell() + max(size or 0, 0) > MAX_UNPACKED_BYTES:

@@ -285,13 +285,13 @@ def _of_hiccups(evidence: Evidence) -> Iterator[Cause]:
         for stack in profile.main():
             table[stack.role] += stack.slow.wall
     # The rank that is to blame is the one that does not wait for others meanwhile.
-    others = (*WAITING, LONE, START)
-    rank = argmax([sum(value for role, value in table.items() if role not in others) for table in slow])
+    waiting_or_lone = (*WAITING, LONE, START)
+    rank = argmax([sum(value for role, value in table.items() if role not in waiting_or_lone) for table in slow])
     profile, table = evidence.profiles[rank], slow[rank]
     if not profile.slow:
         return
-    role = max((role for role in table if role not in others), key=table.__getitem__, default="exchange")
-    own = [stack for stack in profile.main() if stack.role not in others and stack.slow.wall]
+    role = max((role for role in table if role not in waiting_or_lone), key=table.__getitem__, default="exchange")
+    own = [stack for stack in profile.main() if stack.role not in waiting_or_lone and stack.slow.wall]
     seconds = max(0.0, seconds - table[LONE])
     if role == "data" and starts_s(profile):
         return  # the batches after a start are late
