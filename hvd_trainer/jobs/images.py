@@ -94,9 +94,9 @@ def _read(raw: Path, split: str) -> tuple[Tensor, Tensor]:
         labels = read_label_file(str(raw / f"{split}-labels-idx1-ubyte"))
         shape, largest = tuple(images.shape), int(labels.max())
     except UNREADABLE as error:
-        raise DataError(
-            f"MNIST in {raw} cannot be read ({first_line(error)}). Delete it and download it again."
-        ) from error
+        # What torchvision asserts has no text.
+        reason = first_line(error) if str(error) else "not in MNIST's format, or cut short"
+        raise DataError(f"{raw}/{split}-* cannot be read ({reason}). Delete it and download it again.") from error
     trouble = None
     if shape != (len(labels), 28, 28):
         trouble = f"{len(labels)} labels for images of the shape {shape}, and not ({len(labels)}, 28, 28)"

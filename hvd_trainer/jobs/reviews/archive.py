@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvd_trainer.errors import DataError
+from hvd_trainer.errors import DataError, first_line
 
 ARCHIVE, FOLDER = "aclImdb_v1.tar.gz", "aclImdb"
 SPLITS, LABELS = ("train", "test"), ("neg", "pos")
@@ -83,7 +83,8 @@ def read(source: Path) -> Reviews:
             files = list(_in_archive(source))
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise DataError(
-            f"{source} cannot be read ({error}): it is damaged or cut short. Delete it and download it again."
+            f"{source} cannot be read ({first_line(error)}): it is damaged or cut short. Delete it and download "
+            f"it again."
         ) from error
     reviews = Reviews()
     for name, raw in sorted(files):
@@ -136,7 +137,7 @@ def _in_archive(archive: Path) -> Iterator[tuple[str, bytes]]:
 
     Links and sparse files are left out: they can be much longer than what the archive has of them.
     """
-    with _Unpacked(archive) as unpacked, tarfile.open(fileobj=unpacked) as tar:
+    with _Unpacked(archive) as unpacked, tarfile.open(fileobj=unpacked, mode="r:") as tar:
         for member in tar:
             match = REVIEW.fullmatch(member.name)
             is_plain = member.isreg() and not member.issparse() and member.size <= MAX_REVIEW_BYTES

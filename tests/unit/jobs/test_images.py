@@ -48,10 +48,11 @@ LABELS = "t10k-labels-idx1-ubyte"
         (lambda whole: whole[:-1], "cannot be read"),
         (lambda whole: whole + b"\x00", "cannot be read"),
         (lambda whole: b"\x00\x00\x0d\x01" + whole[4:], "cannot be read"),
+        (lambda whole: b"junk\n", r"t10k-\* cannot be read \(not in MNIST's format"),
         (lambda whole: b"", "cannot be read"),
         (lambda whole: whole[:-1] + b"\x0a", "has the label 10, and there are 0 to 9"),
     ],
-    ids=["truncated", "too long", "magic", "empty", "label"],
+    ids=["truncated", "too long", "magic", "text", "empty", "label"],
 )
 def test_damaged_mnist_file_is_an_error(
     damage: Any, words: str, mnist_dir: Path, tmp_path: Path, lone_backend: Backend

@@ -148,6 +148,7 @@ def test_damaged_archive_is_refused(damage: str, archive: Path, cache: Path, lon
     archive.write_bytes(damaged.get(damage, flipped))
     with pytest.raises(DataError) as caught:
         load(lone_backend, archive.parent)
+    assert "\n" not in str(caught.value)
     for words in (str(archive), "damaged or cut short", "Delete it"):
         assert words in str(caught.value)
 
