@@ -73,19 +73,21 @@ class CollectiveCalls:
                     return function(*args, **kwargs)
                 began = time.perf_counter()
                 result = function(*args, **kwargs)
-                self._add((name, place), (args, kwargs), time.perf_counter() - began)
+                # An asynchronous call returns at once: its seconds are not those of the collective.
+                is_async = "async" in name or isinstance(result, torch.distributed.Work)
+                self._add((name, place), (args, kwargs), None if is_async else time.perf_counter() - began)
                 return result
             finally:
                 self._inside.one = False
 
         return count
 
-    def _add(self, key: tuple[str, Place], arguments: Any, seconds: float) -> None:
+    def _add(self, key: tuple[str, Place], arguments: Any, seconds: float | None) -> None:
         number = self._numbers[key] = self._numbers.get(key, -1) + 1
         entry = self.counts.setdefault(key, CallCount(key[0], first=number))
         entry.calls += 1
         entry.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(arguments))
-        if len(entry.seconds) < MAX_TIMED:
+        if seconds is not None and len(entry.seconds) < MAX_TIMED:
             entry.seconds.append(seconds)
 
 

@@ -91,7 +91,7 @@ class CallCount(Struct):
     first: int = 0
     """the number of the first one, from 0: those of the warm-up do not count"""
     seconds: list[float] = []
-    """of the first ones; a call that is asynchronous returns at once"""
+    """of the first ones; empty of asynchronous calls"""
 
 
 class LoaderStarts(Struct):

@@ -10,9 +10,9 @@ from hvd_trainer.measure.stack_record import AFTER_STEP, WORKER, Frame
 IN_TRAINER = {
     "callback.on_step_end": "callback",
     "self._interrupts.after_step": "trainer",
-    "self.loss": "loss",
+    "mean_loss": "loss",
     "meter.add": "metric",
-    "self.model": "model",
+    "self.train_model": "model",
     "scaled.backward": "backward",
     "prefetch": "data",
 }
@@ -57,14 +57,16 @@ def role_of(phase: str, frames: Sequence[Frame], *, in_trainer: bool) -> str:
         phase: that the rank was in.
         frames: from the training loop on, or all of a script.
     """
-    if phase != WORKER and is_own_collective(frames):
+    if phase == WORKER:  # a forked one has the stack that started it, too
+        return WORKER
+    if is_own_collective(frames):
         return "collective"
     if any(frame.file.endswith(LOADER) and frame.name.endswith(STARTING) for frame in frames):
         return START
     calls = (frame.call for frame in frames if LOOP in frame.file or STEP in frame.file)
     in_call = next((IN_TRAINER[call] for call in calls if call in IN_TRAINER), None)
     by_phase = BY_PHASE.get(phase, phase)
-    if phase in ("reduce", "data", WORKER) and in_call not in OUT_OF_PHASE:
+    if phase in ("reduce", "data") and in_call not in OUT_OF_PHASE:
         return by_phase
     if in_call is not None:
         return in_call

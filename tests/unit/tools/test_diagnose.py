@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shlex
 import shutil
@@ -36,6 +37,7 @@ from hvd_trainer.measure.stack_record import (
 )
 from hvd_trainer.measure.stacks import StackSampler
 from hvd_trainer.measure.stats import ratio
+from hvd_trainer.optim import step
 from hvd_trainer.tools.diagnose import cli, machine_use
 from hvd_trainer.tools.diagnose.actions import Action, find_actions
 from hvd_trainer.tools.diagnose.causes import find_causes
@@ -43,10 +45,11 @@ from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, TWIC
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch, other_cores
 from hvd_trainer.tools.diagnose.profile import RankProfile, mark_lone, read_profiles, together_s
 from hvd_trainer.tools.diagnose.report import Diagnosis, Tried, conclude
-from hvd_trainer.tools.diagnose.roles import role_of
+from hvd_trainer.tools.diagnose.roles import IN_TRAINER, role_of
 from hvd_trainer.tools.diagnose.speedscope import speedscope
 from hvd_trainer.tools.diagnose.switches import find_switches
 from hvd_trainer.tools.diagnose.trials import Trials, plan_variants
+from hvd_trainer.training import loop
 
 FACTS = {
     **{"batch_size": 32, "threads": 1, "device": "cpu", "in_memory": False, "workers": 0, "passes": 1},
@@ -847,6 +850,18 @@ def test_role_of_a_stack() -> None:
     # The Trainer counts metrics before it leaves the phase in which the exchange has ended.
     metric = Frame("/x/hvd_trainer/optim/step.py", 149, "TrainStep.count", "meter.add", "hvd_trainer")
     assert role_of("reduce", (LOOP, metric), in_trainer=True) == "metric"
+    # A loader's process that was forked has the stack of the loader that started it.
+    started = Frame(
+        "/v/torch/utils/data/dataloader.py", 9, "_MultiProcessingDataLoaderIter.__init__", "w.start", "library"
+    )
+    assert role_of("worker", (started, DATASET), in_trainer=True) == "worker"
+
+
+def test_calls_that_give_roles_are_in_the_trainer() -> None:
+    """A slow loss was no cause any more when its call had another name."""
+    files = [Path(module.__file__ or "").read_text() for module in (loop, step)]
+    nodes = [node for text in files for node in ast.walk(ast.parse(text))]
+    assert {*IN_TRAINER} <= {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
 
 
 # The report.

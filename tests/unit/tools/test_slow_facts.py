@@ -56,6 +56,11 @@ def test_own_collectives_are_counted_by_line() -> None:
     assert (line[0], sums.calls, sums.bytes, len(sums.seconds)) == ("all_reduce", 3, 120, 3)
     assert (barriers.calls, barriers.bytes) == (1, 0)
     calls.clear()
+    work = dist.all_reduce(torch.ones(10), async_op=True)
+    work.wait()
+    ((_, asynchronous),) = calls.counts.items()
+    assert (asynchronous.calls, asynchronous.bytes, asynchronous.seconds) == (1, 40, [])
+    calls.clear()
     dist.broadcast_object_list(["calls broadcast within, twice"], src=0)
     assert [name for name, _ in calls.counts] == ["broadcast_object_list"]
 
