@@ -46,6 +46,10 @@ def prove(
             if is_ours and not path.is_relative_to(folder):
                 (copy / inner).parent.mkdir(parents=True, exist_ok=True)
                 (copy / inner).write_bytes(texts.get(path) or path.read_bytes())
+        for beside in script.parent.resolve().iterdir():  # such as the data and settings of the script
+            is_hidden = beside.name.startswith(".")
+            if not is_hidden and not (copy / beside.name).exists() and not folder.is_relative_to(beside):
+                (copy / beside.name).symlink_to(beside)
         words = ["-np", str(ranks), "--steps", str(steps), "--out", str(folder), "--new", str(copy / script.name)]
         code, finding = _parity([*words, "--backend", f"{engine},ddp"], [str(script), *job], folder)
         if finding is None:
