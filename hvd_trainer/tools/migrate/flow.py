@@ -54,6 +54,7 @@ class Folder:
     def __init__(self, texts: Mapping[Path, str], keep: Mapping[Path, set[str]] | None = None) -> None:
         self.keep, self.wrapped, self.is_sure = keep, set[cst.CSTNode](), False
         self.sources = [Source(path, text) for path, text in texts.items()]
+        self._calls = [(source, call) for source in self.sources for call in source.find(cst.Call)]
         self._definitions: dict[str, list[tuple[Source, Any]]] = defaultdict(list)
         for source in self.sources:
             for node in source.below(source.module):
@@ -93,20 +94,17 @@ class Folder:
 
     def calls(self, name: str) -> list[tuple[Source, cst.Call]]:
         """Return all calls of a name in Horovod's API."""
-        every = ((source, call) for source in self.sources for call in source.find(cst.Call))
-        return [(source, call) for source, call in every if source.horovod(call.func) == name]
+        return [(source, call) for source, call in self._calls if source.horovod(call.func) == name]
 
     def calls_of(self, source: Source, function: cst.FunctionDef) -> list[tuple[Source, cst.Call]]:
         """Return all calls of a function, or of the class whose `__init__` it is."""
         owner = source.around(function, cst.ClassDef) if function.name.value == "__init__" else None
-        every = ((at, call) for at in self.sources for call in at.find(cst.Call))
-        return [(at, call) for at, call in every if (source, owner or function) in self.defined(at, call.func)]
+        return [(at, call) for at, call in self._calls if (source, owner or function) in self.defined(at, call.func)]
 
     def owners(self, method: str) -> set[str]:
         """Return the last names of the objects whose method of this name is called."""
         named = m.Call(m.Attribute(m.Name() | m.Attribute(), m.Name(method)))
-        every = ((source, call) for source in self.sources for call in source.find(cst.Call))
-        return {last_name(call.func.value) for source, call in every if m.matches(call, named)}  # type: ignore[attr-defined]
+        return {last_name(call.func.value) for _, call in self._calls if m.matches(call, named)}  # type: ignore[attr-defined]
 
     def parameter(self, source: Source, arg: cst.Arg) -> Variable | None:
         """Return the parameter of a function, or of a class's `__init__`, that an argument is for."""

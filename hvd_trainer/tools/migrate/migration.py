@@ -167,5 +167,5 @@ def _job(folder: Folder, plans: Sequence[Wrapping], source: Source, call: cst.Ca
     is_module = any(re.search(stem, other.text) for other in folder.sources if other is not source)
     if statement is None or (is_module if around is None else not source.is_main(around)):
         return None
-    last = [part for part in source.module.body if not isinstance(part, (cst.FunctionDef, cst.ClassDef))][-1]
+    last: Any = [part for part in source.module.body if not isinstance(part, (cst.FunctionDef, cst.ClassDef))][-1]
     return source, (last.body if source.is_main(last) else source.module).body
