@@ -99,7 +99,8 @@ class Folder:
     def calls_of(self, source: Source, function: cst.FunctionDef) -> list[tuple[Source, cst.Call]]:
         """Return all calls of a function, or of the class whose `__init__` it is."""
         owner = source.around(function, cst.ClassDef) if function.name.value == "__init__" else None
-        return [(at, call) for at, call in self._calls if (source, owner or function) in self.defined(at, call.func)]
+        made = source, owner or function
+        return [(at, call) for at, call in self._calls if made in self.defined(at, call.func)]
 
     def owners(self, method: str) -> set[str]:
         """Return the last names of the objects whose method of this name is called."""

@@ -60,7 +60,7 @@ def prove(
 
 
 def _copied(script: Path, migrated: Sequence[Migrated], folder: Path) -> Path:
-    """Return a copy of the script's folder in a folder, with the migrated files, and links to what is not Python."""
+    """Copy the Python files of the script's folder, migrated, link to the rest of it, and return the copy."""
     source = script.parent.resolve()
     copy = folder / "new"
     shutil.rmtree(copy, ignore_errors=True)
