@@ -145,8 +145,8 @@ def _end(folder: Folder, plans: Sequence[Wrapping]) -> None:
                 source.gone.add(own)
     ends = folder.calls("shutdown") or any("destroy_process_group" in source.text for source in folder.sources)
     for source, call in folder.calls("init") if not ends and {"init", "shutdown"} <= {*folder.rules} else ():
-        if found := _job(folder, plans, source, call):
-            found[0].behind[found[1][-1]] = "dist.destroy_process_group()"
+        if job := _job(folder, plans, source, call):
+            job[0].behind[job[1][-1]] = "dist.destroy_process_group()"
 
 
 def _job(folder: Folder, plans: Sequence[Wrapping], source: Source, call: cst.Call) -> Any:
@@ -155,8 +155,8 @@ def _job(folder: Folder, plans: Sequence[Wrapping], source: Source, call: cst.Ca
     They are those of the function that trains, or of the file. None if the call is under a condition, or the file
     is a module of others.
     """
-    statement: Any = source.own_line(call)
-    while isinstance(around := source.parents.get(source.parents.get(statement)), cst.Try):
+    statement, parents = source.own_line(call), source.parents
+    while isinstance(around := parents.get(parents[statement]) if statement else None, cst.Try):
         statement = around
     if isinstance(around, cst.FunctionDef):
         if any(wrapping.is_inside(around) for wrapping in plans):
