@@ -144,9 +144,10 @@ def _end(folder: Folder, plans: Sequence[Wrapping]) -> None:
             if own is not None and isinstance(source.parents[call], cst.Expr):
                 source.gone.add(own)
     ends = folder.calls("shutdown") or any("destroy_process_group" in source.text for source in folder.sources)
-    for source, call in folder.calls("init") if not ends and {"init", "shutdown"} <= {*folder.rules} else ():
-        if job := _job(folder, plans, source, call):
-            job[0].behind[job[1][-1]] = "dist.destroy_process_group()"
+    starts = folder.calls("init") if not ends and {"init", "shutdown"} <= {*folder.rules} else ()
+    jobs = {job[1][-1]: job[0] for source, call in starts if (job := _job(folder, plans, source, call))}
+    for last, source in jobs.items() if len(jobs) == 1 else ():
+        source.behind[last] = "dist.destroy_process_group()"
 
 
 def _job(folder: Folder, plans: Sequence[Wrapping], source: Source, call: cst.Call) -> Any:

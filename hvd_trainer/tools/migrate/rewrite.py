@@ -339,11 +339,14 @@ class Rewriter(cst.CSTTransformer):
         if not call.args:
             self._forget(call)
             self.starts.add(self.source.code(call.func).split(".")[0])
+        # The second start of Horovod does nothing, and that of a process group is an error.
+        is_again = rule.names == "init" and not call.args and len(self.folder.calls("init")) > 1
+        text = f"if not dist.is_initialized():\n    {rule.result}" if is_again else rule.result
         if self.source.code(call.func).split(".")[0] not in (self.folder.keep or {}).get(self.source.path, ()):
-            return self._by_name(rule, call, new)
+            return (is_again and self._put(call, text)) or self._by_name(rule, call, new)
         if (own := self.source.own_line(call)) is None:
             return None if call.args else f"{rule.result} or {self.source.code(call)}"
-        self.source.before[own].append(rule.result)
+        self.source.before[own].append(text)
         return None
 
     _shutdown = _init
