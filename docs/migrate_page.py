@@ -68,6 +68,11 @@ torch.distributed knows no names |
 | a model that is trained by other calls than its own, or by functions in other files | wrap what is called |
 | a model that `amp.initialize` or the like replaces after the optimizer is wrapped | wrap it after that |
 
+Whether a model has buffers is seen from the classes and functions that make it, in these files and their
+folder, and from PyTorch's own layers. Where that ends, as at timm, torchvision, or a file that was not given,
+it counts as a model with buffers: two lines too many change nothing, and without them an evaluation on several
+ranks would have other numbers.
+
 Where Horovod has a trap that changes numbers, the result is without it, and `--prove` names it: most scripts
 call `broadcast_optimizer_state` of a new optimizer, [which takes a step](scripts.md#the-numbers-of-horovod). It
 then compares once more, with a Horovod that does not.

@@ -54,17 +54,22 @@ class Folder:
     def __init__(self, texts: Mapping[Path, str], keep: Mapping[Path, set[str]] | None = None) -> None:
         self.keep, self.wrapped, self.is_sure = keep, set[cst.CSTNode](), False
         self.sources = [Source(path, text) for path, text in texts.items()]
-        self.functions: dict[str, list[tuple[Source, cst.FunctionDef]]] = defaultdict(list)
+        self._calls = [(source, call) for source in self.sources for call in source.find(cst.Call)]
+        self._definitions: dict[str, list[tuple[Source, Any]]] = defaultdict(list)
         for source in self.sources:
-            for function in source.find(cst.FunctionDef):
-                owner = source.around(function, cst.ClassDef) if function.name.value == "__init__" else None
-                self.functions[owner.name.value if owner else function.name.value].append((source, function))
-        self.args = [(source, arg) for source in self.sources for arg in source.find(cst.Arg)]
-        given = self._given()
+            for node in source.below(source.module):
+                if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
+                    self._definitions[node.name.value].append((source, node))
+        self.given: dict[Variable, list[tuple[Source, cst.Arg]]] = defaultdict(list)
+        for source in self.sources:
+            for arg in source.find(cst.Arg):
+                if place := self.parameter(source, arg):
+                    self.given[place].append((source, arg))
+        given = self._given_horovod()
         while any(key not in source.passed for source, key in given):  # which may give it on in their turn
             for source, key in given:
                 source.passed.add(key)
-            given = self._given()
+            given = self._given_horovod()
         # Where the ranks of a training change, `hvd_trainer.hvd` takes all of it.
         names = (source.qualified(node) for source in self.sources for node in source.below(source.module))
         self.is_elastic = any(ELASTIC.match(name) for name in names)
@@ -73,33 +78,43 @@ class Folder:
         self.optimizers = {name.split(".")[-1] for name in targets if name} | self.owners("skip_synchronize")
         self.loads = self.owners("load_state_dict")
 
-    def _given(self) -> list[Variable]:
+    def _given_horovod(self) -> list[Variable]:
         """Return the parameters that get `horovod.torch`."""
-        places = (self.parameter(source, arg) for source, arg in self.args if source.qualified(arg.value) == API)
-        return [place for place in places if place is not None]
+        return [
+            place for place, args in self.given.items() if any(at.qualified(arg.value) == API for at, arg in args)
+        ]
+
+    def defined(self, source: Source, node: cst.CSTNode) -> list[tuple[Source, Any]]:
+        """Return the functions and classes of these files that a name or an attribute may refer to."""
+        modules, known = source.modules(node), self._definitions.get(last_name(node), [])
+        if modules:
+            return [(at, made) for at, made in known if at.path.stem in modules]
+        local = [(at, made) for at, made in known if at is source]
+        return local if local or isinstance(node, cst.Name) else known
 
     def calls(self, name: str) -> list[tuple[Source, cst.Call]]:
         """Return all calls of a name in Horovod's API."""
-        every = ((source, call) for source in self.sources for call in source.find(cst.Call))
-        return [(source, call) for source, call in every if source.horovod(call.func) == name]
+        return [(source, call) for source, call in self._calls if source.horovod(call.func) == name]
+
+    def calls_of(self, source: Source, function: cst.FunctionDef) -> list[tuple[Source, cst.Call]]:
+        """Return all calls of a function, or of the class whose `__init__` it is."""
+        owner = source.around(function, cst.ClassDef) if function.name.value == "__init__" else None
+        made = source, owner or function
+        return [(at, call) for at, call in self._calls if made in self.defined(at, call.func)]
 
     def owners(self, method: str) -> set[str]:
         """Return the last names of the objects whose method of this name is called."""
         named = m.Call(m.Attribute(m.Name() | m.Attribute(), m.Name(method)))
-        every = ((source, call) for source in self.sources for call in source.find(cst.Call))
-        return {last_name(call.func.value) for source, call in every if m.matches(call, named)}  # type: ignore[attr-defined]
+        return {last_name(call.func.value) for _, call in self._calls if m.matches(call, named)}  # type: ignore[attr-defined]
 
     def parameter(self, source: Source, arg: cst.Arg) -> Variable | None:
         """Return the parameter of a function, or of a class's `__init__`, that an argument is for."""
         call: Any = source.parents[arg]
         if arg.star or not isinstance(call, cst.Call):
             return None
-        modules, known = source.modules(call.func), self.functions.get(last_name(call.func), [])
-        local = [candidate for candidate in known if candidate[0] is source]
-        if modules:
-            known = [candidate for candidate in known if candidate[0].path.stem in modules]
-        elif local or isinstance(call.func, cst.Name):
-            known = local
+        known = self.defined(source, call.func)
+        known += [(at, part) for at, made in known for part in starts(at, made)]
+        known = [(at, made) for at, made in known if isinstance(made, cst.FunctionDef)]
         if len(known) != 1:
             return None
         owner, function = known[0]
@@ -208,7 +223,13 @@ def _assigned_to(folder: Folder, source: Source, node: cst.BaseExpression) -> li
     return [(other, key) for other, target in targets if (key := other.key(target)) is not None]
 
 
-def last_name(expression: cst.BaseExpression) -> str:
+def starts(source: Source, made: cst.CSTNode) -> list[cst.FunctionDef]:
+    """Return the `__init__` of a class."""
+    inside = source.find(cst.FunctionDef, made) if isinstance(made, cst.ClassDef) else []
+    return [part for part in inside if part.name.value == "__init__" and source.around(part, cst.ClassDef) is made]
+
+
+def last_name(expression: cst.CSTNode) -> str:
     """Return `train` of `train` and of `job.train`."""
     return str(getattr(getattr(expression, "attr", expression), "value", ""))
 

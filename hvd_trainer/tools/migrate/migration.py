@@ -89,6 +89,7 @@ def _migrate_all(folder: Folder) -> tuple[list[Migrated], dict[Path, set[str]]]:
             reasons[source.path, source.line(call)] = str(error)
     folder.is_sure = bool(calls) and not reasons
     _end(folder, plans)
+    needs_start = False
     results, names, starts = list[Migrated](), dict[Path, set[str]](), dict[Path, set[str]]()
     for source in folder.sources:
         rewriter = Rewriter(source, folder)
@@ -99,10 +100,11 @@ def _migrate_all(folder: Folder) -> tuple[list[Migrated], dict[Path, set[str]]]:
         rows += [row for made in plans if made.source is source for row in made.notes]
         result.left = sorted({row for row in rows if not folder.is_elastic or row[1].startswith("hvd.elastic.")})
         results.append(result)
+        needs_start |= any(name.startswith(API) for name in rewriter.left.values())
         names[source.path] = {source.code(node).split(".")[0] for node in rewriter.left}
         starts[source.path] = rewriter.starts
     is_left = any(names.values())
-    return results, {path: names[path] | starts[path] for path in names if is_left}
+    return results, {path: names[path] | (starts[path] if needs_start else set()) for path in names if is_left}
 
 
 def _advice(
@@ -142,12 +144,29 @@ def _end(folder: Folder, plans: Sequence[Wrapping]) -> None:
             if own is not None and isinstance(source.parents[call], cst.Expr):
                 source.gone.add(own)
     ends = folder.calls("shutdown") or any("destroy_process_group" in source.text for source in folder.sources)
-    for source, call in folder.calls("init") if not ends and {"init", "shutdown"} <= {*folder.rules} else ():
-        block = source.body(source.own_line(call))
-        around = source.parents.get(source.parents[block[0]]) if block else None
-        is_main = isinstance(around, cst.If) and "__name__" in source.code(around.test)
-        trains = isinstance(around, cst.FunctionDef) and any(
-            around in wrapping.source.ancestors(wrapping.place) for wrapping in plans
-        )
-        if block and (around is None or is_main or trains):
-            source.behind[block[-1]] = "dist.destroy_process_group()"
+    starts = folder.calls("init") if not ends and {"init", "shutdown"} <= {*folder.rules} else ()
+    jobs = {job[1][-1]: job[0] for source, call in starts if (job := _job(folder, plans, source, call))}
+    for last, source in jobs.items() if len(jobs) == 1 else ():
+        source.behind[last] = "dist.destroy_process_group()"
+
+
+def _job(folder: Folder, plans: Sequence[Wrapping], source: Source, call: cst.Call) -> Any:
+    """Return a file and statements in it, at whose end the process group that a call starts has done its work.
+
+    They are those of the function that trains, or of the file. None if the call is under a condition, or the file
+    is a module of others.
+    """
+    statement, parents = source.own_line(call), source.parents
+    while isinstance(around := parents.get(parents[statement]) if statement else None, cst.Try):
+        statement = around
+    if isinstance(around, cst.FunctionDef):
+        if any(wrapping.is_inside(around) for wrapping in plans):
+            return source, around.body.body
+        calls = [(at, inner) for at, inner in folder.calls_of(source, around) if around not in at.ancestors(inner)]
+        return _job(folder, plans, *calls[0]) if len(calls) == 1 else None
+    stem = rf"(?m)^\s*(from|import)\b.*\b{source.path.stem}\b"
+    is_module = any(re.search(stem, other.text) for other in folder.sources if other is not source)
+    if statement is None or (is_module if around is None else not source.is_main(around)):
+        return None
+    last: Any = [part for part in source.module.body if not isinstance(part, (cst.FunctionDef, cst.ClassDef))][-1]
+    return source, (last.body if source.is_main(last) else source.module).body

@@ -40,12 +40,7 @@ def put_passes_under(source: Source, call: cst.Call, model: str, optimizers: set
             return False
         names = {name.value for name in source.find(cst.Name, held.test)}
         between = body[body.index(pass_[0]) : body.index(held)]
-        changed = [
-            name.value
-            for part in between
-            for name in source.find(cst.Name, part)
-            if source.assigned(name) or isinstance(source.parents[name], cst.AugAssign)
-        ]
+        changed = [name.value for part in between for name in source.find(cst.Name, part) if source.assigned(name)]
         if names & {*changed} or pass_[-1] not in between:
             return False
         header = f"contextlib.nullcontext() if {source.code(held.test)} else {model}.no_sync()"

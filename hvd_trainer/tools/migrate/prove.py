@@ -37,15 +37,7 @@ def prove(
     """
     engine = "ddp" if PathFinder.find_spec("horovod") is None else "horovod"
     with locked_folder(out.expanduser().resolve() / "migrate-run") as folder:
-        copy = folder / "new"
-        shutil.rmtree(copy, ignore_errors=True)
-        texts = {file.path.resolve(): file.after.encode() for file in migrated}
-        for path in sorted(script.parent.resolve().rglob("*.py")):
-            inner = path.relative_to(script.parent.resolve())
-            is_ours = not any(part.startswith((".", "venv", "runs")) for part in inner.parts)
-            if is_ours and not path.is_relative_to(folder):
-                (copy / inner).parent.mkdir(parents=True, exist_ok=True)
-                (copy / inner).write_bytes(texts.get(path) or path.read_bytes())
+        copy = _copied(script, migrated, folder)
         words = ["-np", str(ranks), "--steps", str(steps), "--out", str(folder), "--new", str(copy / script.name)]
         code, finding = _parity([*words, "--backend", f"{engine},ddp"], [str(script), *job], folder)
         if finding is None:
@@ -65,6 +57,25 @@ def prove(
             print("Without that trap of Horovod:", flush=True)
             _parity([*words, "--backend", "ddp,ddp", "--no-exactly-horovod"], [str(script), *job], folder)
         return code
+
+
+def _copied(script: Path, migrated: Sequence[Migrated], folder: Path) -> Path:
+    """Copy the Python files of the script's folder, migrated, link to the rest of it, and return the copy."""
+    source = script.parent.resolve()
+    copy = folder / "new"
+    shutil.rmtree(copy, ignore_errors=True)
+    texts = {file.path.resolve(): file.after.encode() for file in migrated}
+    for path in sorted(source.rglob("*.py")):
+        inner = path.relative_to(source)
+        is_ours = not any(part.startswith((".", "venv", "runs")) for part in inner.parts)
+        if is_ours and not path.is_relative_to(folder):
+            (copy / inner).parent.mkdir(parents=True, exist_ok=True)
+            (copy / inner).write_bytes(texts.get(path) or path.read_bytes())
+    for beside in source.iterdir():  # such as the data and settings of the script
+        is_hidden = beside.name.startswith(".")
+        if not is_hidden and not (copy / beside.name).exists() and not folder.is_relative_to(beside):
+            (copy / beside.name).symlink_to(beside)
+    return copy
 
 
 def _parity(words: Sequence[str], job: Sequence[str], folder: Path) -> tuple[int, dict[str, Any] | None]:

@@ -190,7 +190,10 @@ class Rewriter(cst.CSTTransformer):
         text = re.sub(
             r"\bhvd\.(\w+)\(\)", lambda call: _in_words(self.rules.get(call[1])) or call[0], updated_node.value
         )
-        text = re.sub(r"(?i)^# *horovod: *(\w)", lambda begin: f"# {begin[1].upper()}", text)
+        begin = re.match(r"(?i)# *((?:\d+\.|\(\w+\))? *)horovod: *([^\W\d_]*\b)?", text)
+        if begin:
+            word = begin[2] or ""
+            text = f"# {begin[1]}{word[:1].upper()}{word[1:]}{text[begin.end() :]}"
         text = re.sub(
             r"(?i)(wrap )optimizer( with )\S*DistributedOptimizer", r"\1model\2DistributedDataParallel", text
         )
@@ -223,12 +226,16 @@ class Rewriter(cst.CSTTransformer):
             elif not is_gone:
                 rows.append(updated.with_changes(leading_lines=()))
             if rows:
-                lead = lead if lead and not lead[0].comment else [*blank, *lead]
+                is_apart = lead and not lead[0].comment and not any(line.comment for line in blank)
+                lead = lead if is_apart else [*blank, *lead]
                 rows[0] = rows[0].with_changes(leading_lines=(*lead, *rows[0].leading_lines))
                 blank = []
             else:  # The line that sets it apart sets apart what follows it at once, too.
                 self._forget(statement)
                 blank = blank or [line for line in lead[:1] if not line.comment]
+                if m.matches(statement, IMPORT):  # a heading of other imports, too, or a line that is off
+                    comments = [line for line in statement.leading_lines if line.comment]
+                    blank += [line for line in comments if not re.search("(?i)horovod|hvd", line.comment.value)]
             if statement in source.under:
                 last, header = source.under[statement]
                 wraps[last] = len(body), header
@@ -332,11 +339,14 @@ class Rewriter(cst.CSTTransformer):
         if not call.args:
             self._forget(call)
             self.starts.add(self.source.code(call.func).split(".")[0])
-        if not self.keep:
-            return self._by_name(rule, call, new)
+        # The second start of Horovod does nothing, and that of a process group is an error.
+        is_again = rule.names == "init" and not call.args and len(self.folder.calls("init")) > 1
+        text = f"if not dist.is_initialized():\n    {rule.result}" if is_again else rule.result
+        if self.source.code(call.func).split(".")[0] not in (self.folder.keep or {}).get(self.source.path, ()):
+            return (is_again and self._put(call, text)) or self._by_name(rule, call, new)
         if (own := self.source.own_line(call)) is None:
             return None if call.args else f"{rule.result} or {self.source.code(call)}"
-        self.source.before[own].append(rule.result)
+        self.source.before[own].append(text)
         return None
 
     _shutdown = _init

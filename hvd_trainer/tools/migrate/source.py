@@ -22,6 +22,7 @@ from libcst.metadata import (
 
 T = TypeVar("T", bound=cst.CSTNode)
 API = "horovod.torch"
+ASSIGNMENTS = (cst.Assign, cst.AnnAssign, cst.AugAssign, cst.NamedExpr)
 CONDITIONAL = (cst.Lambda, cst.BaseComp, cst.IfExp, cst.BooleanOperation, cst.SimpleStatementSuite)
 
 
@@ -71,8 +72,8 @@ class Source:
             yield parent
             node = parent
 
-    def around(self, node: cst.CSTNode, kind: type[T]) -> T | None:
-        """Return the innermost node of a kind around a node."""
+    def around(self, node: cst.CSTNode, kind: type[T] | tuple[type[T], ...]) -> T | None:
+        """Return the innermost node of a kind, or of some, around a node."""
         return next((ancestor for ancestor in self.ancestors(node) if isinstance(ancestor, kind)), None)
 
     def function(self, node: cst.CSTNode) -> cst.FunctionDef | None:
@@ -82,6 +83,11 @@ class Source:
     def body(self, statement: cst.CSTNode | None) -> list[Any]:
         """Return the statements of the block that a statement stands in."""
         return list(getattr(self.parents.get(statement), "body", ())) if statement else []
+
+    def is_main(self, node: cst.CSTNode) -> bool:
+        """Return whether a node is the condition under which a file is a script."""
+        is_block = isinstance(node, cst.If) and isinstance(node.body, cst.IndentedBlock)
+        return is_block and "__name__" in self.code(node.test)  # type: ignore[attr-defined]
 
     def own_line(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """Return the statement around an expression; None if it may be run less often than what is before it."""
@@ -96,9 +102,11 @@ class Source:
 
     def target(self, call: cst.CSTNode) -> str | None:
         """Return the variable that a call's result is assigned to."""
-        simple = m.Assign([m.AssignTarget(m.Name() | m.Attribute(value=m.Name()))])
+        variable = m.Name() | m.Attribute(value=m.Name())
         parent: Any = self.parents[call]
-        return self.code(parent.targets[0].target) if m.matches(parent, simple) else None
+        if m.matches(parent, m.Assign([m.AssignTarget(variable)])):
+            return self.code(parent.targets[0].target)
+        return self.code(parent.target) if m.matches(parent, m.AnnAssign(variable)) else None
 
     def line(self, node: cst.CSTNode) -> int:
         """Return the line where a node begins."""
@@ -129,9 +137,9 @@ class Source:
         return min(names, key=lambda name: (not re.match(r"horovod\b", name), name), default="")
 
     def modules(self, node: cst.CSTNode) -> set[str]:
-        """Return the last names of the modules that a name or an attribute may be imported from."""
+        """Return the names of the modules and packages that a name or an attribute may be imported from."""
         names = (name for name in self._qualified_names(node) if name.source is QualifiedNameSource.IMPORT)
-        return {name.name.rpartition(".")[0].rpartition(".")[2] for name in names}
+        return {part for name in names for part in name.name.split(".")[:-1] or [name.name] if part}
 
     def horovod(self, node: cst.CSTNode) -> str | None:
         """Return the name in Horovod's API that a name or an attribute refers to, such as `Compression.fp16`."""
@@ -165,4 +173,10 @@ class Source:
         """Return whether a variable is assigned here."""
         parent = self.parents.get(node)
         parent = self.parents.get(self.parents[parent]) if isinstance(parent, cst.Element) else parent
-        return isinstance(parent, cst.AssignTarget)
+        return isinstance(parent, cst.AssignTarget) or getattr(parent, "target", None) is node
+
+    def values(self, variable: cst.BaseExpression) -> list[Any]:
+        """Return what is assigned to a variable, alone or among others."""
+        uses = [use for use in self.uses[self.key(variable)] if self.assigned(use)]
+        whole: list[Any] = [self.around(use, ASSIGNMENTS) for use in uses]
+        return [node.value for node in whole if node is not None and node.value is not None]

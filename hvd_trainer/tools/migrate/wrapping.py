@@ -10,6 +10,7 @@ from typing import Any
 import libcst as cst
 from libcst import matchers as m
 
+from hvd_trainer.tools.migrate.buffers import may_have_buffers
 from hvd_trainer.tools.migrate.flow import Folder, NotFollowedError, Training, follow
 from hvd_trainer.tools.migrate.passes import put_passes_under
 from hvd_trainer.tools.migrate.source import Source
@@ -26,8 +27,6 @@ USUAL = {
     "gradient_predivide_factor": r"1(\.0)?",
 }
 """Options that change what is exchanged, and the values with which they do not."""
-BUFFERS = r"Norm\d|register_buffer|\bmodels\b|\btimm\b|\bhub\b|from_pretrained|create_model"
-"""What a file has in which a model may have buffers: DDP would send those of rank 0 before each pass."""
 AVERAGE = "average_gradients"
 NO_ADASUM = "Adasum has no counterpart in torch.distributed"
 NAMED = m.Call(m.Attribute(attr=m.Name("state_dict") | m.Name("named_parameters")))
@@ -63,6 +62,12 @@ class Wrapping:
     def name(self) -> str:
         """The wrapped model: `ddp_model`, `self.ddp_model`."""
         return re.sub(r"(\w+)$", r"ddp_\1", self.model)
+
+    def is_inside(self, function: cst.FunctionDef) -> bool:
+        """Return whether the model is a variable of a function and not more."""
+        is_local = function in self.source.ancestors(self.place) and ".self." not in self.key
+        returns = [node for at, node, _ in self.training.edits if at.around(node, cst.Return)]
+        return is_local and not any(function in self.source.ancestors(node) for node in returns)
 
     def apply(self, folder: Folder) -> None:
         """Note the changes in the files."""
@@ -109,7 +114,9 @@ def broadcast_of(source: Source, call: cst.Call) -> tuple[Any, str] | None:
     bound = bind(call, ["params", "root_rank"]) or {}
     if not m.matches(bound.get("params", call), NAMED):
         return None
-    return bound["params"].func.value, source.code(bound["root_rank"]) if "root_rank" in bound else "0"
+    rank = bound.get("root_rank", cst.Integer("0"))
+    known = source.values(rank) if isinstance(rank, cst.Name) else []
+    return bound["params"].func.value, source.code(known[0] if len(known) == 1 else rank)
 
 
 def plan(folder: Folder, source: Source, call: cst.Call) -> Wrapping:
@@ -144,19 +151,17 @@ def plan(folder: Folder, source: Source, call: cst.Call) -> Wrapping:
     if not result.training.calls:
         raise NotFollowedError("no training call of the model is seen in these files")
     for wanted in result.training.asks:
-        given = sum(folder.parameter(*arg) == wanted for arg in folder.args)
-        if result.guard is not None or given > result.training.given.count(wanted):
+        if result.guard is not None or len(folder.given[wanted]) > result.training.given.count(wanted):
             raise NotFollowedError(
                 f"`{wanted[1]}` gets other models, too, and is asked for what a wrapped one has not"
             )
-    _write(folder, result, options)
+    _write(folder, result, model, options)
     return result
 
 
 def _has_only(source: Source, optimizer: cst.BaseExpression, model: str) -> bool:
     """Return whether an optimizer is seen to have the parameters of one model, and no others."""
-    assigned = [source.parents[source.parents[use]] for use in source.uses[source.key(optimizer)]]
-    values = [node.value for node in assigned if isinstance(node, cst.Assign)] or [optimizer]
+    values = source.values(optimizer) or [optimizer]
     return {*re.findall(r"([\w.]+)\.(?:named_)?parameters\(", "".join(map(source.code, values)))} == {model}
 
 
@@ -175,14 +180,14 @@ def _check_scope(plan: Wrapping) -> None:
     elif plan.key.count("<locals>") != sum(isinstance(node, cst.FunctionDef) for node in source.ancestors(place)):
         raise NotFollowedError(f"`{plan.model}` is not a variable of the function that makes its optimizer")
     for condition in (node for node in source.ancestors(place) if isinstance(node, cst.If)):
-        if source.function(condition) is function and "__name__" not in source.code(condition.test):
+        if source.function(condition) is function and not source.is_main(condition):
             inside = [node for node in targets if condition in source.ancestors(node)]
             if inside and len(inside) < len(targets):
                 raise NotFollowedError(f"`{plan.model}` is another one on each side of the condition around it")
             plan.guard = condition if not inside else plan.guard
 
 
-def _write(folder: Folder, plan: Wrapping, options: Mapping[str, Any]) -> None:
+def _write(folder: Folder, plan: Wrapping, model: cst.BaseExpression, options: Mapping[str, Any]) -> None:
     """Write the statements that wrap the model and register its hook."""
     source, value, hook, state = plan.source, options.get("op"), None, "None"
     texts = {name: source.code(options[name]) for name in USUAL if name in options}
@@ -206,7 +211,7 @@ def _write(folder: Folder, plan: Wrapping, options: Mapping[str, Any]) -> None:
     if "compression" in changed and (compressed := _compressed(source, options["compression"], hook or AVERAGE)):
         hook, registered = hook or AVERAGE, compressed
     plan.lines.append(f"{plan.name} = DDP({plan.model})")
-    if any(re.search(BUFFERS, at.text) for at in folder.sources):
+    if may_have_buffers(folder, source, model):
         comment = "# Each rank keeps its own buffers, such as batch-norm statistics."
         plan.lines.append(f"{comment}\n{plan.name}.broadcast_buffers = False")
     if hook is not None:
@@ -221,9 +226,8 @@ def _write(folder: Folder, plan: Wrapping, options: Mapping[str, Any]) -> None:
 def _compressed(source: Source, value: cst.BaseExpression, hook: str) -> str | None:
     """Return hooks in the place of compressors, also where these are assigned to a variable; None: none is."""
     uses = source.uses[source.key(value)] if isinstance(value, cst.Name) else []
-    assigned: list[Any] = [source.parents[source.parents[use]] for use in uses if source.assigned(use)]
     replaced: dict[cst.CSTNode, str] = {}
-    for whole in [node.value for node in assigned if isinstance(node, cst.Assign)] or [value]:
+    for whole in (source.values(value) if uses else []) or [value]:
         texts = []
         for leaf in [whole.body, whole.orelse] if isinstance(whole, cst.IfExp) else [whole]:
             kind = str(source.horovod(leaf)).removeprefix("Compression.")
@@ -232,7 +236,7 @@ def _compressed(source: Source, value: cst.BaseExpression, hook: str) -> str | N
             texts.append(hook if kind == "none" else f"default_hooks.{kind}_compress_wrapper({hook})")
         replaced[whole] = f" if {source.code(getattr(whole, 'test', whole))} else ".join(texts)
     if {*replaced.values()} == {hook}:
-        lines = [source.own_line(node) for node in assigned]
+        lines = [source.own_line(use) for use in uses if source.assigned(use)]
         source.gone |= {line for line in lines if line is not None and len(uses) == len(lines) + 1}
         return None
     source.replaced |= replaced

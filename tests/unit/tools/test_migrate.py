@@ -14,6 +14,7 @@ from requirements import requires
 from hvd_trainer import cli
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.migrate import cli as migrate_cli
+from hvd_trainer.tools.migrate import prove
 from hvd_trainer.tools.migrate.migration import Migrated, migrate
 from hvd_trainer.tools.migrate.table import BY_NAME, TABLE, Rule
 
@@ -263,6 +264,117 @@ def test_names_that_the_result_needs_must_be_free() -> None:
         )
     own = "import torch\nimport torch.distributed as dist\n"
     assert one(own + HEAD.partition("\n")[2] + "hvd.barrier()\n").after == own + "dist.barrier()\n"
+
+
+MAIN = """
+def setup():
+    hvd.init()
+    return {}
+
+
+def train(model):
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), named_parameters=model.named_parameters())
+    model(1).backward()
+"""
+END = "dist.destroy_process_group()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        (MAIN + "\n\nif __name__ == '__main__':\n    setup()\n    train(Net())\n", "    "),
+        (MAIN + "\n\nif __name__ == '__main__':\n    setup()\ntrain(Net())\n", ""),
+        (MAIN + "\n\nsetup()\ntrain(Net())\n", ""),
+        (MAIN + "\n\nif distributed:\n    setup()\ntrain(Net())\n", None),
+        (MAIN, None),
+        ("try:\n    hvd.init()\nexcept ImportError:\n    pass\ntrain(Net())\n", ""),
+        ("if distributed:\n    hvd.init()\ntrain(Net())\n", None),
+    ],
+)
+def test_the_process_group_ends_behind_the_training(text: str, ends: str | None) -> None:
+    after = one(HEAD + text).after
+    assert after.endswith(f"\n\n{ends}{END}") if ends is not None else END not in after
+
+
+def test_what_outlives_its_function_keeps_the_process_group() -> None:
+    """A function that returns the model, or a class that keeps it, is done before the training is."""
+    case = CASES["model returned"].before.replace("    model = Net()", "    hvd.init()\n    model = Net()")
+    assert one(case + "\n\nmain(args)\n").after.endswith(f"main(args)\n\n{END}")
+    case = CASES["optimizer of a class"].before.replace(
+        "        self.net =", "        hvd.init()\n        self.net ="
+    )
+    assert one(case + "\n\nJob(Net()).step(1)\n").after.endswith(f".step(1)\n\n{END}")
+
+
+def test_a_module_of_others_does_not_end_the_process_group() -> None:
+    texts = {Path("world.py"): HEAD + "hvd.init()\n", Path("train.py"): "import world\n"}
+    assert END not in "".join(it.after for it in migrate(texts))
+
+
+def test_horovods_launcher_needs_no_other_start() -> None:
+    text = HEAD + "import horovod\n\nhvd.init()\nhorovod.run(main, np=2)\n"
+    after = one(text).after
+    assert "import horovod\n" in after
+    assert "hvd" not in after
+
+
+NETS = """
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.{}(2)
+
+
+class Net(nn.Module):
+    def __init__(self, kind=Block):
+        self.blocks = nn.Sequential(*[kind() for _ in range(2)])
+
+
+def build(name):
+    net = Net()
+    return net
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "made", "layer", "has"),
+    [
+        ("from nets import Net", "Net()", "BatchNorm1d", True),
+        ("from nets import Net", "Net()", "LayerNorm", False),
+        ("import nets", "nets.build(args.name).to(device)", "BatchNorm1d", True),
+        ("import nets", "nets.build(args.name).to(device)", "LayerNorm", False),
+        ("from torchvision import models", "models.__dict__[args.name]()", "LayerNorm", True),
+        ("from torchvision import datasets, models", "torch.nn.Linear(2, 2)", "BatchNorm1d", False),
+        ("import timm", "getattr(timm, args.name)()", "LayerNorm", True),
+        ("from elsewhere import Net", "Net()", "LayerNorm", True),
+        ("class Own(elsewhere.Net): pass\nimport elsewhere", "Own()", "LayerNorm", True),
+    ],
+)
+def test_buffers_are_kept_where_none_can_be_ruled_out(imports: str, made: str, layer: str, has: bool) -> None:
+    """DDP would send those of rank 0."""
+    main = HEAD + f"{imports}\n" + WRAPPED.format("", "model(data)").replace("model = Net()", f"model = {made}")
+    texts = {Path("train.py"): main, Path("nets.py"): NETS.format(layer)}
+    assert (".broadcast_buffers = False" in migrate(texts)[0].after) == has
+
+
+def test_what_is_beside_a_script_is_beside_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may read its settings and data there, and import its modules."""
+    for name in ("conf/config.yaml", "data.txt", "nets/one.py", ".git/HEAD", "runs/old.txt"):
+        path = tmp_path / "job" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("kept\n")
+    script = tmp_path / "job/train.py"
+    script.write_text(CASES["world"].before)
+    monkeypatch.setattr(prove, "_parity", lambda *_: (0, None))
+    (migrated,) = migrate({script: script.read_text()})
+    assert prove.prove([migrated], script, [], 2, 1, tmp_path / "job/runs") == 0
+    (new,) = (tmp_path / "job/runs").rglob("new")
+    assert (new / "train.py").read_text() == CASES["world"].after
+    assert sorted(path.name for path in new.iterdir()) == ["conf", "data.txt", "nets", "train.py"]
+    assert (new / "conf/config.yaml").read_text() == (new / "nets/one.py").read_text() == "kept\n"
 
 
 # The command.
