@@ -377,6 +377,32 @@ def test_what_is_beside_a_script_is_beside_its_result(tmp_path: Path, monkeypatc
     assert (new / "conf/config.yaml").read_text() == (new / "nets/one.py").read_text() == "kept\n"
 
 
+@pytest.mark.parametrize(("step", "quantity"), [(0, "parameters"), (0, "optimizer"), (1, "loss")])
+def test_a_step_before_the_training_is_behind_what_differs_first(
+    step: int,
+    quantity: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In fp16 the moved weights are within what is allowed, until the first step."""
+    script = tmp_path / "job/train.py"
+    script.parent.mkdir()
+    script.write_text(HEAD + WRAPPED.format("", "model(data)") + "hvd.broadcast_optimizer_state(optimizer, 0)\n")
+    monkeypatch.chdir(script.parent)
+    findings = [{"step": step, "quantity": quantity}, {"step": 1, "quantity": "gradients"}]
+    asked: list[list[str]] = []
+    monkeypatch.setattr(
+        prove, "_parity", lambda words, *_: (asked.append(words), (1, findings[len(asked) - 1]))[1]
+    )
+    (migrated,) = migrate({Path("train.py"): script.read_text()})
+    assert prove.prove([migrated], script, [], 2, 1, tmp_path / "out") == 1
+    first, _, rest = capsys.readouterr().out.partition("Without that trap of Horovod:")
+    assert "Behind it:\ntrain.py:9: hvd.broadcast_optimizer_state(optimizer, 0)\n" in first
+    assert "--no-exactly-horovod" in asked[1]
+    assert "Behind that:\ntrain.py:5: optimizer = hvd.DistributedOptimizer(" in rest
+
+
 # The command.
 
 
