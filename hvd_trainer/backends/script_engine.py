@@ -12,7 +12,7 @@ from hvd_trainer.backends.session import Session
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.faults.activity import EXCHANGE
-from hvd_trainer.faults.script_watch import ScriptWatch, raised_in_exchange
+from hvd_trainer.faults.script_watch import ScriptWatch, phase_raised_in
 
 
 class ScriptEngine(Engine):
@@ -118,8 +118,11 @@ class ScriptEngine(Engine):
         begun, self._begun = self._begun, []
         failure = None if isinstance(error, SystemExit) and error.code in (None, 0) else error
         for session in begun:
-            if failure is not None and raised_in_exchange(failure):
-                session.activity.phase = EXCHANGE
+            if failure is not None:
+                phase = phase_raised_in(failure)
+                # The watch may have looked last when an exchange was under way that is over now.
+                if EXCHANGE in (phase, session.activity.phase):
+                    session.activity.phase = phase
             session.ending = "" if error is None else _describe(error)
             session.end(failure)
 

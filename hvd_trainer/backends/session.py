@@ -226,7 +226,7 @@ class Session:
 
     def _set_threads(self) -> None:
         threads = self.options.threads
-        if threads is None and "OMP_NUM_THREADS" not in self.environ:
+        if threads is None and not self._engine.keeps_threads and "OMP_NUM_THREADS" not in self.environ:
             # horovodrun sets nothing, so that each of four ranks would start a thread per core.
             threads = ranks.cpu_share(self.world, self.peers)
         if threads is not None:

@@ -194,9 +194,14 @@ def _tuning(hvd: ModuleType) -> dict[str, str]:
 
 
 class Contexts:
-    """Horovod in this process, or nothing."""
+    """Horovod in this process, or nothing.
+
+    Attributes:
+        is_shared: whether the program has called `hvd.init`, too, and so needs Horovod beyond its groups.
+    """
 
     def __init__(self) -> None:
+        self.is_shared = False
         self._context: HorovodContext | None = None
         self._num_starts = 0
 
@@ -205,6 +210,7 @@ class Contexts:
         if self._num_starts == 0:
             atexit.register(self.close)
         self._num_starts += 1
+        self.is_shared = False
         self._context = HorovodContext(self.own_keys(store), rank, size, timeout)
 
     def own_keys(self, store: dist.Store) -> dist.Store:
@@ -222,6 +228,11 @@ class Contexts:
                 f'new_group(backend="horovod") needs Horovod among all ranks. Start the job by {REQUEST}.'
             )
         return self._context
+
+    def leave(self) -> None:
+        """End Horovod with the default group, unless the program needs it beyond that."""
+        if not self.is_shared:
+            self.close()
 
     def close(self) -> None:
         """End Horovod, if it runs."""

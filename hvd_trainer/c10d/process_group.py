@@ -278,6 +278,13 @@ class HorovodProcessGroup(dist.ProcessGroup):
 
     # The group itself.
 
+    @property
+    def bound_device_id(self) -> None:
+        """Return None: of a group with a device a `DeviceMesh` splits the communicator, and this one has none."""
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: torch.device | None) -> None: ...
+
     def getBackendName(self) -> str:  # noqa: N802  PyTorch's name
         """Return "horovod"."""
         return "horovod"
@@ -289,7 +296,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """End the group; the default group ends Horovod, once all ranks have come here."""
         if self._is_default:
-            contexts.close()
+            contexts.leave()
 
     def abort(self) -> None:
         """End Horovod, with whatever is under way."""

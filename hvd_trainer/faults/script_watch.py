@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FrameType
 from typing import Any
 
@@ -37,7 +37,12 @@ USERS_CODE = "callback"
 
 def raised_in_exchange(error: BaseException) -> bool:
     """Return whether an exception may be the consequence of another rank's failure, by its traceback."""
-    return phase_of(frame for frame, _ in traceback.walk_tb(error.__traceback__)) == EXCHANGE
+    return phase_raised_in(error) == EXCHANGE
+
+
+def phase_raised_in(error: BaseException) -> str:
+    """Return the phase in which an exception was raised, by its traceback."""
+    return phase_of(frame for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def phase_of(frames: Iterable[FrameType]) -> str:
@@ -106,11 +111,12 @@ class ScriptWatch:
 
     def _count_output(self, stream: Any) -> None:
         """Count what the script writes to a stream."""
-        write = stream.write
+        write = getattr(stream, "write", None)
 
         def write_and_count(text: str) -> int:
             self._num_written += 1
             written: int = write(text)
             return written
 
-        stream.write = write_and_count
+        with suppress(AttributeError):  # a stream of the script's own may take none, or there is none
+            stream.write = write_and_count

@@ -1,7 +1,8 @@
-"""Answer an import with another module, and call a function once a module has been imported."""
+"""Answer an import with another module, and change a module once it has been imported."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import MappingProxyType, ModuleType
+from typing import Any
 
 from hvd_trainer.errors import UserError
 
@@ -115,3 +117,20 @@ def _call_after(loader: Loader, hook: Callable[[ModuleType], None]) -> None:
         hook(module)
 
     loader.exec_module = execute_and_call  # type: ignore[method-assign]
+
+
+def wrap(name: str, wrapper: Callable[..., Any], holder: Any) -> None:
+    """Put `wrapper`, whose first argument is the original, in the place of a function of a module or class.
+
+    Also in modules that have imported it from there before, as `torch.distributed.device_mesh` has.
+    """
+    original = getattr(holder, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(holder, name, call)
+    for module in [*sys.modules.values()]:
+        if isinstance(module, ModuleType) and vars(module).get(name) is original:
+            setattr(module, name, call)

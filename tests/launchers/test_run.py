@@ -39,7 +39,10 @@ assert os.environ["WORLD_SIZE"] == os.environ["HOROVOD_SIZE"] == str(size)
 # One write, so that lines of several ranks do not mix.
 sys.stdout.write(f"sum {total.item():g} on rank {rank} of {size} by {__name__} {sys.argv[1:]}\\n")
 sys.stdout.flush()
-if rank == 1 and "raise" in sys.argv:
+if "raise after an exchange" in sys.argv:
+    time.sleep(2.5 * (1 - rank))
+    dist.barrier()
+if rank == 1 and any("raise" in word for word in sys.argv):
     raise ValueError("planted")
 if rank == 1 and "leave" in sys.argv:
     sys.exit(7)
@@ -264,6 +267,60 @@ SMALL_SCRIPTS = [
         "if dist.get_rank() == 0: print('imported before:', 'torch.distributed.nn.functional' in sys.modules)",
         *(("--np", 2), 0, "imported before: True"),
     ),
+    # A mesh starts torch.distributed and makes its groups by functions of its own names: Gloo carried them, and
+    # nobody watched the ranks.
+    pytest.param(
+        "import torch.distributed as dist\n"
+        "mesh = dist.device_mesh.init_device_mesh('cpu', (1, 2), mesh_dim_names=('dp', 'tp'))\n"
+        "groups = dist.group.WORLD, mesh['dp'].get_group()\n"
+        "if dist.get_rank() == 0: print('by', [group._get_backend_name() for group in groups])",
+        *(("--np", 2, "--backend", "horovod"), 0, "by ['horovod', 'horovod']"),
+        marks=requires("horovod"),
+    ),
+    # There was no such variable.
+    pytest.param(
+        "import os, torch.distributed as dist\n"
+        "url = 'tcp://{MASTER_ADDR}:{MASTER_PORT}'.format(**os.environ)\n"
+        "dist.init_process_group('gloo', url, rank=int(os.environ['RANK']), world_size=2)\n"
+        "if dist.get_rank() == 0: print('they have met')",
+        *(("--np", 2), 0, "they have met"),
+    ),
+    # The watch puts a function of its own in the place of `write`, to see that the script makes progress.
+    pytest.param(
+        "import sys, torch.distributed as dist\nclass Copy:\n    __slots__ = ()\n"
+        "    def write(self, text): sys.__stdout__.write(text)\n    def flush(self): sys.__stdout__.flush()\n"
+        "sys.stdout = Copy()\ndist.init_process_group('gloo')\nif dist.get_rank() == 0: print('own stream')",
+        *(("--np", 2), 0, "own stream"),
+    ),
+    # Each got its share of the cores all the same when the ranks met.
+    pytest.param(
+        "import os, torch, torch.distributed as dist\nos.environ.pop('OMP_NUM_THREADS', None)\n"
+        "torch.set_num_threads(5)\ndist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 0: print('threads:', torch.get_num_threads())",
+        *(("--np", 2), 0, "threads: 5"),
+    ),
+    pytest.param(
+        "import os, torch, horovod.torch as hvd\nos.environ.pop('OMP_NUM_THREADS', None)\n"
+        "torch.set_num_threads(5)\nhvd.init()\nif hvd.rank() == 0: print('threads:', torch.get_num_threads())",
+        *(("--np", 2), 0, "threads: 5"),
+    ),
+    # Groups of torch.distributed beside Horovod: both asked for the one Horovod of the process.
+    pytest.param(
+        "import torch, torch.distributed as dist, horovod.torch as hvd\nhvd.init()\n"
+        "dist.init_process_group('gloo')\ntotal = torch.ones(1)\n"
+        "dist.all_reduce(total, group=dist.new_group([0, 1]))\ndist.destroy_process_group()\n"
+        "total = hvd.allreduce(total, op=hvd.Sum)\nif hvd.rank() == 0: print('total:', total.item())",
+        *(("--np", 2, "--backend", "horovod"), 0, "total: 4.0"),
+        marks=requires("horovod"),
+    ),
+    # Horovod ended with the groups.
+    pytest.param(
+        "import torch, torch.distributed as dist, horovod.torch as hvd\ndist.init_process_group('gloo')\n"
+        "hvd.init()\ndist.destroy_process_group()\ntotal = hvd.allreduce(torch.ones(1), op=hvd.Sum)\n"
+        "if hvd.rank() == 0: print('total:', total.item())",
+        *(("--np", 2, "--backend", "horovod"), 0, "total: 2.0"),
+        marks=requires("horovod"),
+    ),
     # Horovod was given the one that the ranks had met by, whatever the user had chosen.
     pytest.param(
         "import os\nos.environ['HOROVOD_GLOO_IFACE'] = 'chosen'\nimport horovod.torch as hvd\n"
@@ -457,6 +514,8 @@ OWN_LINE = r"raised an exception\nTraceback \(most recent call last\):\n +File \
 FAULTS = [
     # The traceback has the script's own lines only.
     case("script", "ddp", "raise", (1,), OWN_LINE, PLANTED),
+    # It was said to have raised in the exchange for which it had waited.
+    case("script", "ddp", "raise after an exchange", (1,), "step 1, callback: raised an exception", PLANTED),
     # The other rank waits in a barrier, in C++, and is not the one to blame.
     case("script", "ddp", "hang", (1,), r"has made no progress for \d+ s", ASLEEP),
     # It was left to the parent, as for `hvd_trainer.run`, and the command's parent prints nothing.
@@ -754,6 +813,50 @@ def test_script_that_spawns_its_ranks_is_told_to_start_once(tmp_path: Path) -> N
         r"^error: The script starts its ranks itself, .* run -- \S+train\.py one$", result.stderr, re.M
     )
     assert "Traceback" not in result.stderr
+
+
+OWN_RANKS = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import get_context
+
+def train(rank):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+    if "variables" in sys.argv:
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    carrier = dist.group.WORLD._get_backend_name()
+    dist.destroy_process_group()
+    sys.stdout.write(f"{total.item():g} by {carrier}\\n")
+
+if __name__ == "__main__":
+    other = get_context(sys.argv[2]).Process(target=train, args=(1,))
+    other.start()
+    train(0)
+    other.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "method", "how"),
+    [
+        case("ddp", "fork", "arguments"),
+        case("ddp", "spawn", "variables"),
+        case("horovod", "spawn", "arguments"),
+        case("horovod", "fork", "variables", when="long"),
+    ],
+)
+def test_script_may_be_one_of_the_ranks_that_it_starts(engine: str, method: str, how: str, tmp_path: Path) -> None:
+    """It was told that it is rank 0 of 1; by variables it trained alone, and the other rank waited for it."""
+    script = tmp_path / "train.py"
+    script.write_text(OWN_RANKS)
+    result = run("--backend", engine, "--", script, digits_job.free_port(), method, how)
+    assert result.stdout == f"3 by {'gloo' if engine == 'ddp' else engine}\n" * 2
 
 
 def test_ranks_that_train_alone_are_told_at_the_start(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ RULES = {
     "random numbers are those of the device": Rule(device_checks.generators, 1, devices=2),
     "hvd": Rule(stream_checks.hvd_in_any_order, 2, ((LATE_SIDE, LATE_DEFAULT),)),
     "c10d": Rule(stream_checks.c10d_in_any_order, 2, ((LATE_SIDE, LATE_DEFAULT),), engine="horovod"),
+    "c10d: a mesh": Rule(stream_checks.c10d_mesh, 2, engine="horovod"),
     **{
         f"host waits on {engine}: {name}": Rule(device_checks.host_waits, ranks, (engine, (way,)), engine=engine)
         for engine, ranks in (("single", 1), ("ddp", 2), ("horovod", 2))

@@ -5,6 +5,7 @@
     hvd_trainer.hvd        itself                       Horovod, too
     torch.distributed      itself                       its backend "horovod", hvd_trainer.c10d
 
+One that calls `hvd.init`, and then `init_process_group` for something else, keeps its own groups beside Horovod.
 Whichever it is, the ranks meet as those of a `Trainer` do, and are monitored.
 """
 
@@ -14,20 +15,19 @@ import atexit
 import functools
 import importlib
 import inspect
-import itertools
 import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch.launchers import without_ranks
-from hvd_trainer.launch.world import World, detect, is_elastic
-from hvd_trainer.utils.import_hooks import ImportHooks
+from hvd_trainer.launch.world import detect, is_elastic
+from hvd_trainer.tools.run.torch_groups import STARTED_BY_TORCH, wrap_torch
+from hvd_trainer.utils.import_hooks import ImportHooks, wrap
 from hvd_trainer.utils.process import set_variables
 from hvd_trainer.utils.text import COMMAND
 
@@ -42,12 +42,8 @@ ALIASES = {
 }
 TO_HOROVOD = {"hvd_trainer.hvd.common": "horovod.common", "hvd_trainer.hvd": "horovod.torch"}
 """A script that was written for `hvd_trainer.hvd` would run on torch.distributed, and be taken for Horovod's."""
-HOROVOD = "horovod"
-"""The engine's name, and that of its backend of torch.distributed."""
 PACKAGE = "hvd_trainer.tools.run.horovod_package"
 """Stands for the package `horovod` itself, and for its `horovod.runner` where no Horovod is installed."""
-STARTED_BY_TORCH = ContextVar("STARTED_BY_TORCH", default=False)
-"""Whether `init_process_group` starts Horovod, and has met the ranks."""
 ABSENT = {
     f"horovod.{name}": f"horovod.{name} is not there on torch.distributed: --backend ddp has Horovod's API for "
     f"PyTorch only. Type: --backend horovod, with a Horovod that was built for it"
@@ -71,9 +67,10 @@ def import_hooks(
         bucket_mb: size of the buckets of DistributedDataParallel; None: as the script says.
     """
     after: dict[str, Callable[[ModuleType], None]] = {
-        "torch.distributed.distributed_c10d": functools.partial(_wrap_torch, engine=engine, script=script)
+        "torch.distributed.distributed_c10d": functools.partial(wrap_torch, engine=engine, script=script)
     }
     if script is not None:
+        after["torch"] = _keep_threads
         after["torch.optim.optimizer"] = functools.partial(_count_steps, script=script)
         after["torch.multiprocessing.spawn"] = functools.partial(_wrap_spawn, script=script)
         after["hvd_trainer.hvd.common.basics"] = functools.partial(_attach_hvd, script=script)
@@ -103,21 +100,6 @@ def _single(after: dict[str, Callable[[ModuleType], None]]) -> dict[str, str]:
     return single
 
 
-def _wrap(name: str, wrapper: Callable[..., Any], *holders: Any) -> None:
-    """Put `wrapper`, whose first argument is the original, in the place of a function of the first holder; so on
-    the others, which may have been imported before.
-    """
-    original = getattr(holders[0], name)
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    for holder in holders:
-        if hasattr(holder, name):
-            setattr(holder, name, call)
-
-
 def _hand_over_to_trainer(module: ModuleType, script: ScriptEngine | None, hooks: ImportHooks) -> None:
     """Let a `Trainer` have its own session, and the engines as they are."""
 
@@ -127,7 +109,7 @@ def _hand_over_to_trainer(module: ModuleType, script: ScriptEngine | None, hooks
         hooks.uninstall()
         original(*args, **kwargs)
 
-    _wrap("__init__", init, module.Trainer)
+    wrap("__init__", init, module.Trainer)
 
 
 def _start_by_own_run(runner: ModuleType) -> None:
@@ -159,7 +141,7 @@ def _wrap_spawn(module: ModuleType, script: ScriptEngine) -> None:
             )
         return original(*args, **kwargs)
 
-    _wrap("start_processes", start_processes, module, sys.modules["torch.multiprocessing"])
+    wrap("start_processes", start_processes, module)
 
 
 def _count_steps(module: ModuleType, script: ScriptEngine) -> None:
@@ -169,6 +151,17 @@ def _count_steps(module: ModuleType, script: ScriptEngine) -> None:
             script.watch.count_step()
 
     module.register_optimizer_step_post_hook(count_step)
+
+
+def _keep_threads(module: ModuleType) -> None:
+    """Let the number of CPU threads be what the script sets: its ranks may meet after that."""
+    from hvd_trainer.backends.engine import Engine
+
+    def set_num_threads(original: Callable[[int], None], number: int) -> None:
+        original(number)
+        Engine.keeps_threads = True
+
+    wrap("set_num_threads", set_num_threads, module)
 
 
 def _attach_hvd(module: ModuleType, script: ScriptEngine) -> None:
@@ -191,7 +184,7 @@ def _set_buckets(module: ModuleType, bucket_mb: float) -> None:
         finally:
             module.dist._compute_bucket_assignment_by_size = assign
 
-    _wrap("__init__", init, module.DistributedDataParallel)
+    wrap("__init__", init, module.DistributedDataParallel)
 
 
 def _mark_waits(module: ModuleType, script: ScriptEngine) -> None:
@@ -202,7 +195,7 @@ def _mark_waits(module: ModuleType, script: ScriptEngine) -> None:
         with script.watch.waiting():
             return follow(original(handle))
 
-    _wrap("synchronize", synchronize, module)
+    wrap("synchronize", synchronize, module)
 
 
 def _number_ranks(module: ModuleType) -> None:
@@ -214,85 +207,13 @@ def _number_ranks(module: ModuleType) -> None:
     def to_command(original: Callable[..., Any], run_command: str, env: Mapping[str, str]) -> Any:
         return original(run_command, without_ranks(env))
 
-    _wrap("_slot_info_to_command_fn", to_command, module)
+    wrap("_slot_info_to_command_fn", to_command, module)
 
 
 def _hook_inner_step(module: ModuleType) -> None:
     """Let PyTorch call the hooks of a step in Horovod's step only where that calls the optimizer's own."""
     for kind in (module._DistributedOptimizer, module._DistributedAdasumOptimizer):
         kind.step.hooked = True
-
-
-def _wrap_torch(module: ModuleType, engine: str, script: ScriptEngine | None) -> None:
-    """Make `init_process_group` begin the session, and use its store where the script names no other.
-
-    On Horovod the script's groups keep the backend's name that it asked for: scripts choose their way by it.
-    """
-    starts = itertools.count()
-    asked = HOROVOD
-
-    def init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        nonlocal asked
-        if script is not None and script.has_trainer:
-            original(*args, **kwargs)
-            return
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        backend = str(given.get("backend") or module.Backend.UNDEFINED)
-        if engine == "horovod":
-            importlib.import_module("hvd_trainer.c10d")
-            given["backend"], asked = HOROVOD, str(module.Backend(backend))
-        if script is not None and script.is_in_charge:
-            session = script.meet(uses_nccl=_uses_nccl(backend, given.get("device_id")))
-            world = session.world
-            _check_rank(world, given.get("rank", -1), given.get("world_size", -1))
-            if given.get("store") is None and given.get("init_method") in (None, "env://"):
-                given.pop("init_method", None)
-                given["store"] = module.PrefixStore(f"script/{next(starts)}", session.store)
-                given |= {"rank": world.rank, "world_size": world.size}
-        token = STARTED_BY_TORCH.set(engine == "horovod")
-        try:
-            original(**given)
-        finally:
-            STARTED_BY_TORCH.reset(token)
-        if engine == "horovod" and script is not None and script.is_in_charge:
-            script.attach_groups(importlib.import_module("hvd_trainer.c10d.context").contexts.close)
-        name_backend(module.group.WORLD)
-
-    def new_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        if asked == HOROVOD or given.get("backend") not in (None, asked):
-            return original(**given)
-        group = original(**given | {"backend": HOROVOD})
-        name_backend(group)
-        return group
-
-    def name_backend(group: Any) -> None:
-        """Let PyTorch call a group of Horovod's by the name that the script asked for."""
-        if asked != HOROVOD and group in module._world.pg_map:  # a rank has no part in some groups
-            module._world.pg_map[group] = asked, module._world.pg_map[group][1]
-            module._world.pg_backend_config[group] = str(module.BackendConfig(asked))
-
-    for wrapper in (init_process_group, new_group):
-        _wrap(wrapper.__name__, wrapper, module, sys.modules["torch.distributed"])
-
-
-def _check_rank(world: World, rank: int, size: int) -> None:
-    """Raise LaunchError if what the script says of this rank contradicts the launcher; -1: it says nothing."""
-    if rank not in (-1, world.rank) or size not in (-1, world.size):
-        raise LaunchError(
-            f"The script starts torch.distributed as rank {rank} of {size}, but {world.launcher} has started "
-            f"{world}. Leave rank and world_size out of init_process_group, or start as many ranks as it wants"
-        )
-
-
-def _uses_nccl(backend: str, device: Any) -> bool:
-    """Return whether `init_process_group` makes groups of NCCL: without a backend's name, too, for its tensors."""
-    if backend != "undefined":
-        return "nccl" in backend
-    from hvd_trainer.utils import accelerator
-
-    kind = accelerator.kind()
-    return accelerator.COLLECTIVES.get(kind or "") == "nccl" and getattr(device, "type", kind) == kind
 
 
 def _wrap_horovod(module: ModuleType, script: ScriptEngine | None) -> None:
@@ -304,6 +225,8 @@ def _wrap_horovod(module: ModuleType, script: ScriptEngine | None) -> None:
     def init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         by_trainer = script is not None and script.has_trainer
         if self.is_initialized() or STARTED_BY_TORCH.get() or by_trainer:
+            if not STARTED_BY_TORCH.get() and (context := sys.modules.get("hvd_trainer.c10d.context")):
+                context.contexts.is_shared = True
             result = original(self, *args, **kwargs)
             if script is not None and script.is_in_charge:
                 atexit.unregister(self.shutdown)  # others may still exchange: the session ends it
@@ -329,4 +252,4 @@ def _wrap_horovod(module: ModuleType, script: ScriptEngine | None) -> None:
         script.attach_horovod(self.shutdown)
         return result
 
-    _wrap("init", init, module.HorovodBasics)
+    wrap("init", init, module.HorovodBasics)

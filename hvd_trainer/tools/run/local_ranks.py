@@ -15,8 +15,18 @@ from hvd_trainer.measure.start import exit_on_sigterm
 from hvd_trainer.rendezvous.store_client import local_store, rank_environment
 from hvd_trainer.tools.run.descendants import Orphans, end_processes
 from hvd_trainer.training.job import MESSAGE_GRACE_S, USER_ERROR
+from hvd_trainer.utils.network import LOOPBACK, listen
 
 POLL_S = 0.02
+
+
+def meeting_address() -> dict[str, str]:
+    """Return torchrun's variables for an address of this machine that is free, where ranks meet by themselves.
+
+    Scripts read them: they make an address or a store of their own of them, and RPC meets there.
+    """
+    with listen(LOOPBACK, 0) as listener:
+        return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(listener.getsockname()[1])}
 
 
 def run_ranks(command: Sequence[str], size: int, *, is_guard: bool = False) -> int:
@@ -32,9 +42,10 @@ def run_ranks(command: Sequence[str], size: int, *, is_guard: bool = False) -> i
         ranks: list[psutil.Popen] = []
         server = {child.pid for child in psutil.Process().children()}
         orphans = None
+        own = without_ranks(os.environ) | meeting_address()
         try:
             for rank in range(size):
-                environ = without_ranks(os.environ) | rank_environment(rank, size, endpoint)
+                environ = own | rank_environment(rank, size, endpoint)
                 ranks.append(psutil.Popen(command, env=environ))
             if is_guard:
                 orphans = Orphans(server | {rank.pid for rank in ranks})

@@ -20,6 +20,7 @@ from hvd_trainer.launch.world import detect, rank_variables
 from hvd_trainer.measure.command import option_values
 from hvd_trainer.measure.message import SITE, Message
 from hvd_trainer.tools.run import engines
+from hvd_trainer.tools.run.local_ranks import meeting_address
 from hvd_trainer.training.job import run_and_end
 from hvd_trainer.utils.execute import execute, finish_threads_and_handlers
 from hvd_trainer.utils.import_hooks import ImportHooks
@@ -113,9 +114,11 @@ def _exit(script: ScriptEngine, leave: Callable[[int], NoReturn], status: int) -
 def _set_variables(engine: str) -> None:
     """Set the rank variables of torchrun and horovodrun, which scripts read, and the engine for children."""
     world = detect(os.environ)
-    numbers = {**rank_variables("hand", world), **rank_variables("horovodrun", world)}
-    for name, number in numbers.items():
-        os.environ.setdefault(name, number)
+    values = {**rank_variables("hand", world), **rank_variables("horovodrun", world)}
+    if world.size == 1:
+        values |= meeting_address()
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
     choose_launcher(os.environ, world.launcher)
     folders = [str(SITE), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
