@@ -81,14 +81,16 @@ def start() -> torch.device:
         )
     local_rank = int(os.environ["LOCAL_RANK"])
 
-    if torch.cuda.is_available():
+    if torch.accelerator.is_available():
         # One GPU per process, chosen by the rank on this node. Without this line all processes
         # would use GPU 0. The remainder is for schedulers that show each process its own GPU only.
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
-        device = torch.device("cuda", torch.cuda.current_device())
-        # This call makes the process one of many. NCCL exchanges GPU tensors; given the device, it
-        # connects at once, and an error in the set-up shows here and not in the first step.
-        dist.init_process_group("nccl", device_id=device)
+        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
+        kind = torch.accelerator.current_accelerator().type
+        device = torch.device(kind, torch.accelerator.current_device_index())
+        # This call makes the process one of many. On NVIDIA's GPUs, NCCL exchanges tensors; given
+        # the device, it connects at once, and an error in the set-up shows here and not in the
+        # first step.
+        dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device)
         return device
 
     # On CPUs the ranks of a node share its cores. torchrun sets OMP_NUM_THREADS to 1 for several

@@ -80,11 +80,12 @@ def start() -> torch.device:
                 f"Type: horovodrun -np {launched} python {sys.argv[0]}"
             )
 
-    if torch.cuda.is_available():
+    if torch.accelerator.is_available():
         # One GPU per process, chosen by the rank on this node. Without this line all processes
         # would use GPU 0. The remainder is for schedulers that show each process its own GPU only.
-        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
-        return torch.device("cuda", torch.cuda.current_device())
+        torch.accelerator.set_device_index(hvd.local_rank() % torch.accelerator.device_count())
+        kind = torch.accelerator.current_accelerator().type
+        return torch.device(kind, torch.accelerator.current_device_index())
 
     # On CPUs the ranks of a node share its cores. horovodrun sets no limit, and PyTorch's default
     # is every core for each rank, so that the ranks would fight.

@@ -76,7 +76,7 @@ class HorovodWork(dist._Work):
         self._is_future_done = False
         self._lock = threading.Lock()
         # All that is done with the tensors is queued there, whichever thread does it.
-        self._stream = None if accelerator.is_host(device) else accelerator.current_stream(device)
+        self._stream = None if accelerator.is_host(device) else torch.accelerator.current_stream(device)
         self._finished: Any = None
         if previous is None:
             self._handles = begin(name)
@@ -115,7 +115,7 @@ class HorovodWork(dist._Work):
         assert self._finish is not None
         self._finish(self._received)
         if self._stream is not None:
-            self._finished = accelerator.event(self._stream.device)
+            self._finished = torch.Event(self._stream.device)
             self._finished.record(self._stream)
         return True
 
@@ -219,7 +219,7 @@ class HorovodWork(dist._Work):
     def synchronize(self) -> None:
         """Let the current stream wait for the results of an operation that is done; nothing on the CPU."""
         if self._finished is not None and self._stream is not None:
-            accelerator.current_stream(self._stream.device).wait_event(self._finished)
+            torch.accelerator.current_stream(self._stream.device).wait_event(self._finished)
 
 
 def accelerators(value: Any) -> Iterator[torch.device]:

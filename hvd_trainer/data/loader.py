@@ -165,7 +165,7 @@ class TensorLoader(Loader):
         device = backend.device
         if not accelerator.is_host(device):
             size = data.inputs.nbytes + data.targets.nbytes
-            if size < self.MAX_FRACTION_OF_FREE_GPU * accelerator.free_bytes(device):
+            if size < self.MAX_FRACTION_OF_FREE_GPU * torch.accelerator.get_memory_info(device)[0]:
                 self._inputs, self._targets = data.inputs.to(device), data.targets.to(device)
         self.is_sent = self._inputs.device != device
 

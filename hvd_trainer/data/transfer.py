@@ -27,7 +27,7 @@ class Transfer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = None if accelerator.is_host(device) else accelerator.new_stream(device)
+        self._stream = None if accelerator.is_host(device) else torch.Stream(device)
 
     def move(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches with all their tensors on the device.
@@ -42,24 +42,24 @@ class Transfer:
             return
         started: tuple[T, Any] | None = None
         for batch in batches:
-            following = self._start(batch)
+            following = self._start(batch, self._stream)
             if started is not None:
                 yield self._finish(*started)
             started = following
         if started is not None:
             yield self._finish(*started)
 
-    def _start(self, batch: T) -> tuple[T, Any]:
-        """Start to copy a batch; return the copy and the event of its arrival."""
-        with accelerator.on_stream(self._stream):
+    def _start(self, batch: T, stream: torch.Stream) -> tuple[T, Any]:
+        """Start to copy a batch on a stream; return the copy and the event of its arrival."""
+        with accelerator.on_stream(stream):
             moved = to_device(batch, self._device)
-        arrival = accelerator.event(self._device)
-        arrival.record(self._stream)
+        arrival = torch.Event(self._device)
+        arrival.record(stream)
         return moved, arrival
 
     def _finish(self, moved: T, arrival: Any) -> T:
         """Make the computations that follow wait for a batch, and keep its memory until they are done with it."""
-        current = accelerator.current_stream(self._device)
+        current = torch.accelerator.current_stream(self._device)
         current.wait_event(arrival)
         for tensor in tensors_in(moved):
             tensor.record_stream(current)

@@ -46,7 +46,7 @@ class Operation:
         if request.error is not None:
             raise request.error
         if request.finished is not None:
-            stream = accelerator.current_stream(request.tensors[0].device)
+            stream = torch.accelerator.current_stream(request.tensors[0].device)
             stream.wait_event(request.finished)
             for tensor in (*request.outputs, *request.tensors):
                 tensor.record_stream(stream)
@@ -133,8 +133,8 @@ class Collective:
         number = 0 if self._is_named else controller.next_number(self._signature.kind)
         request = Request(self._signature, number=number, tensors=self.tensors, in_place=in_place)
         if self.tensors and not accelerator.is_host(self.tensors[0].device):
-            request.ready = accelerator.event(self.tensors[0].device)
-            request.ready.record(accelerator.current_stream(self.tensors[0].device))
+            request.ready = torch.Event(self.tensors[0].device)
+            request.ready.record(torch.accelerator.current_stream(self.tensors[0].device))
         controller.submit(request, will_wait=will_wait)
         return Operation(request, controller, self._splits_on)
 

@@ -21,8 +21,8 @@ class PeakMemory:
         if accelerator.is_host(backend.device):
             self._base = psutil.Process().memory_info().rss
         else:
-            accelerator.reset_peak(backend.device)
-            self._base = accelerator.allocated_bytes(backend.device)
+            torch.accelerator.reset_peak_memory_stats(backend.device)
+            self._base = torch.accelerator.memory_allocated(backend.device)
 
     def figures(self) -> dict[str, float]:
         """Return the base and the peak, in MB, of the rank with the highest peak. A collective.
@@ -38,4 +38,4 @@ def peak_bytes(device: torch.device) -> int:
     """Return the peak memory of this process in bytes: of the accelerator that it trains on, else of the host."""
     if accelerator.is_host(device):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in kB
-    return accelerator.peak_bytes(device)
+    return torch.accelerator.max_memory_allocated(device)

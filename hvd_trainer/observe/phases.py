@@ -38,8 +38,8 @@ class Clock:
         """Return a mark of this moment, or of that at which the device comes to what is queued next."""
         if not self.lags:
             return time.perf_counter()
-        event = accelerator.event(self._device, timing=True)
-        event.record(accelerator.current_stream(self._device))
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
         return event
 
     def seconds(self, start: Any, end: Any) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -43,7 +42,7 @@ def built_for() -> str:
 
 def count(type_: str | None) -> int:
     """Return how many devices of a type this process sees; 0 for None."""
-    return 0 if type_ is None else int(torch.get_device_module(type_).device_count())
+    return 0 if type_ is None else torch.accelerator.device_count()
 
 
 def names() -> list[str]:
@@ -89,7 +88,7 @@ def process_group_backend(device: torch.device) -> str:
 def set_current(device: torch.device) -> None:
     """Make the device the current one of this thread; nothing on the CPU."""
     if not is_host(device):
-        torch.get_device_module(device).set_device(device)
+        torch.accelerator.set_device_index(device)
 
 
 def in_use() -> torch.device | None:
@@ -97,52 +96,36 @@ def in_use() -> torch.device | None:
     current = torch.accelerator.current_accelerator()
     if current is None or current.type not in COLLECTIVES or not torch.get_device_module(current).is_initialized():
         return None  # before anything counts the devices, which takes a while
-    type_, own = current.type, torch.get_device_module(current).current_device()
-    has_context: Callable[[int], bool] = torch._C._cuda_hasPrimaryContext if type_ == "cuda" else own.__eq__
-    numbers = sorted(range(count(type_)), key=lambda number: number != own)
-    return next((torch.device(type_, number) for number in numbers if has_context(number)), None)
+    own = torch.accelerator.current_device_index()
+    has_context: Callable[[int], bool] = torch._C._cuda_hasPrimaryContext if current.type == "cuda" else own.__eq__
+    numbers = sorted(range(count(current.type)), key=lambda number: number != own)
+    return next((torch.device(current.type, number) for number in numbers if has_context(number)), None)
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until a device has finished all work that was queued on it."""
     if not is_host(device):
-        torch.get_device_module(device).synchronize(device)
+        torch.accelerator.synchronize(device)
 
 
-# Streams and events.
-
-
-def event(device: torch.device, *, timing: bool = False) -> Any:
-    """Return a new event of an accelerator, with `record`, `query`, `synchronize` and `elapsed_time` (ms)."""
-    return torch.get_device_module(device).Event(enable_timing=timing)
-
-
-def new_stream(device: torch.device) -> Any:
-    """Return a new stream of an accelerator: a queue beside the default one."""
-    return torch.get_device_module(device).Stream(device)
-
-
-def current_stream(device: torch.device) -> Any:
-    """Return the stream that this thread's work on an accelerator goes to."""
-    return torch.get_device_module(device).current_stream(device)
+# Streams.
 
 
 def follow_default_stream(tensor: torch.Tensor) -> None:
     """Let the current stream of a tensor's device wait for the default one, and use the tensor after that."""
-    current = current_stream(tensor.device)
+    current = torch.accelerator.current_stream(tensor.device)
     if current.stream_id != 0:
         current.wait_stream(torch.Stream(0, current.device_index, current.device_type))
         tensor.record_stream(current)
 
 
 @contextmanager
-def on_stream(stream: Any) -> Iterator[None]:
+def on_stream(stream: torch.Stream) -> Iterator[None]:
     """Send this thread's work to a stream of any device, inside the context.
 
-    PyTorch's own context sets the stream of the thread's device at its end, which may have no context so far.
+    At its end a stream's own context sets the thread's device again, which makes a context of CUDA on it.
     """
-    module = torch.get_device_module(stream.device)
-    with module.device(stream.device), module.stream(stream):
+    with torch.accelerator.device_index(stream.device_index), stream:
         yield
 
 
@@ -166,7 +149,7 @@ def tf32() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
-# Memory, in bytes.
+# Memory and random numbers.
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -175,26 +158,6 @@ def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     PyTorch rounds its size up to a power of two, and caches freed memory for reuse after pending copies from it.
     """
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return how much memory of an accelerator is free."""
-    return int(torch.get_device_module(device).mem_get_info(device)[0])
-
-
-def allocated_bytes(device: torch.device) -> int:
-    """Return how much memory this process's tensors occupy on an accelerator."""
-    return int(torch.get_device_module(device).memory_allocated(device))
-
-
-def reset_peak(device: torch.device) -> None:
-    """Restart the measurement of `peak_bytes`."""
-    torch.get_device_module(device).reset_peak_memory_stats(device)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the most memory that this process's tensors occupied on an accelerator since `reset_peak`."""
-    return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
 def seed(number: int, device: torch.device) -> None:

@@ -38,12 +38,10 @@ def test_process_is_on_no_gpu_but_its_own() -> None:
     assert len(set(processes)) == len(processes), sorted(seen - before)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"), [(1, "--devices-per-rank 2"), pytest.param(4, "--stages 2 --shard full", marks=gpus(4))]
-)
-def test_layout(ranks: int, text: str, in_ranks: InRanks, tmp_path: Path) -> None:
-    texts = [f"{TEXTS} --backend ddp {text}"]
-    in_ranks(ranks, device_checks.same_bits, "imdb", texts, str(tmp_path), ["as queued"])
+@gpus(4)
+def test_stages_and_shards(in_ranks: InRanks, tmp_path: Path) -> None:
+    texts = [f"{TEXTS} --backend ddp --stages 2 --shard full"]
+    in_ranks(4, device_checks.same_bits, "imdb", texts, str(tmp_path), ["as queued"])
 
 
 def test_resume_is_verified() -> None:

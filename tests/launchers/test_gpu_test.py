@@ -110,8 +110,10 @@ def test_tests_do_not_run_side_by_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "selected",
     [
-        "failed_rank and ddp and killed-1",
-        pytest.param("failed_rank and (horovod and killed or ddp and (asserts or loops))", marks=pytest.mark.long),
+        "failed_rank and ddp and (killed-1 or device-1)",
+        pytest.param(
+            "failed_rank and (horovod and killed or ddp and (device-0 or loops))", marks=pytest.mark.long
+        ),
         pytest.param("", marks=[pytest.mark.long, pytest.mark.timeout(1500)]),
     ],
 )

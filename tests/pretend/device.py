@@ -6,16 +6,12 @@ import atexit
 import importlib.util
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from pretend import build
 
-NAME, BACKEND = "pretend", "pccl"
-TOTAL_BYTES = 4 << 30
-GROUP_TIMEOUT = timedelta(days=1)
-"""Kernels of an exchange wait for ever for a rank that is gone; see process_group.cpp."""
+NAME = "pretend"
 END_S = 0.2
 """For kernels that still run at the end of the process: they may not use what Python takes down."""
 ORDERS = {
@@ -39,9 +35,7 @@ def library() -> Any:
 
 def run_in_order(name: str) -> None:
     """Let streams run so from now on."""
-    default_us, others_us, blocking = ORDERS[name]
-    library().set_delays(default_us, others_us)
-    library().set_blocking(blocking)
+    library().run_in_order(*ORDERS[name])
 
 
 def hold(index: int) -> Any:
@@ -66,14 +60,16 @@ def install(order: str = "as queued") -> None:
         return
     import torch
 
-    _library = _load()
+    from pretend import collectives, kernels
+
+    spec: Any = importlib.util.spec_from_file_location(build.NAME, build.build())
+    _library = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(_library)
+    importlib.import_module("torch._meta_registrations")  # shapes of many operators are written in Python
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module(_library))
     torch.utils.generate_methods_for_privateuse1_backend()
     _swap_what_moves()
-
-    from pretend import collectives, kernels
-
     kernels.register()
     collectives.register(_library)
     atexit.register(_end)
@@ -100,95 +96,48 @@ def _swap_what_moves() -> None:
     torch.nn.Module._apply = apply_by_swapping  # type: ignore[method-assign]
 
 
-def _load() -> Any:
-    path = build.build()
-    spec = importlib.util.spec_from_file_location(build.NAME, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    # Shapes of many operators are written in Python.
-    importlib.import_module("torch._meta_registrations")
-    return module
-
-
 def _end() -> None:
     _library.stop_streams()
     time.sleep(END_S)
 
 
 def _module(lib: Any) -> ModuleType:
+    """Return what stands for `torch.cuda`: most of it is what PyTorch has for any accelerator."""
     import torch
+    from torch.accelerator import _get_device_index
 
     def index(device: Any = None) -> int:
-        if isinstance(device, int):
-            return device
-        number = None if device is None else torch.device(device).index
-        return lib.current_device() if number is None else int(number)
-
-    def place(device: Any = None) -> torch.device:
-        return torch.device(NAME, index(device))
-
-    class InStream:
-        def __init__(self, stream: Any) -> None:
-            self._stream = stream
-
-        def __enter__(self) -> None:
-            self._before = torch.accelerator.current_stream(self._stream.device)
-            torch.accelerator.set_stream(self._stream)
-
-        def __exit__(self, *_: object) -> None:
-            torch.accelerator.set_stream(self._before)
-
-    class OnDevice:
-        def __init__(self, device: Any) -> None:
-            self._index = index(device)
-
-        def __enter__(self) -> None:
-            self._before = lib.current_device()
-            lib.set_device(self._index)
-
-        def __exit__(self, *_: object) -> None:
-            lib.set_device(self._before)
+        return _get_device_index(device, optional=True)
 
     def properties(device: Any = None) -> SimpleNamespace:
-        number = index(device)
-        address = {"pci_domain_id": 0, "pci_bus_id": 1 + number, "pci_device_id": 0}
-        return SimpleNamespace(name="pretend GPU", total_memory=TOTAL_BYTES, uuid=f"pretend-{number}", **address)
+        address = {"pci_domain_id": 0, "pci_bus_id": 1 + index(device), "pci_device_id": 0}
+        return SimpleNamespace(name="pretend GPU", **address)
 
     generators = [lib.generator(number) for number in range(lib.device_count())]
     module: Any = ModuleType(f"torch.{NAME}")
-    names = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "init": lambda: None,
-        "_lazy_init": lambda: None,
-        "_is_in_bad_fork": lambda: False,
-        "device_count": lib.device_count,
-        "current_device": lib.current_device,
-        "set_device": lambda device: lib.set_device(index(device)),
-        "device": OnDevice,
-        "get_device_name": lambda device=None: "pretend GPU",
-        "get_device_properties": properties,
-        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
-        # Streams and events.
-        "synchronize": lambda device=None: lib.synchronize(index(device)),
-        "Stream": lambda device=None, priority=0: torch.Stream(place(device)),
-        "Event": lambda enable_timing=False: torch.Event(place(), enable_timing=enable_timing),
-        "current_stream": lambda device=None: torch.accelerator.current_stream(place(device)),
-        "set_stream": torch.accelerator.set_stream,
-        "stream": InStream,
-        # Memory.
-        "mem_get_info": lambda device=None: (TOTAL_BYTES - lib.memory_allocated(index(device)), TOTAL_BYTES),
-        "memory_allocated": lambda device=None: lib.memory_allocated(index(device)),
-        "max_memory_allocated": lambda device=None: lib.max_memory_allocated(index(device)),
-        "reset_peak_memory_stats": lambda device=None: lib.reset_peak(index(device)),
-        # Random numbers.
-        "default_generators": generators,
-        "manual_seed": lambda seed: generators[lib.current_device()].manual_seed(seed),
-        "manual_seed_all": lambda seed: [generator.manual_seed(seed) for generator in generators],
-        "get_rng_state": lambda device=None: generators[index(device)].get_state(),
-        "set_rng_state": lambda state, device=None: generators[index(device)].set_state(state),
-    }
-    vars(module).update(names)
+    vars(module).update(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        init=lambda: None,
+        _lazy_init=lambda: None,
+        _is_in_bad_fork=lambda: False,
+        device_count=lib.device_count,
+        current_device=torch.accelerator.current_device_index,
+        set_device=torch.accelerator.set_device_index,
+        device=lambda device: torch.accelerator.device_index(index(device)),
+        get_device_name=lambda device=None: "pretend GPU",
+        get_device_properties=properties,
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        synchronize=torch.accelerator.synchronize,
+        Stream=torch.Stream,
+        Event=torch.Event,
+        current_stream=torch.accelerator.current_stream,
+        set_stream=torch.accelerator.set_stream,
+        stream=lambda stream: stream,  # it is its own context
+        default_generators=generators,
+        manual_seed=lambda seed: generators[index()].manual_seed(seed),
+        manual_seed_all=lambda seed: [generator.manual_seed(seed) for generator in generators],
+        get_rng_state=lambda device=None: generators[index(device)].get_state(),
+        set_rng_state=lambda state, device=None: generators[index(device)].set_state(state),
+    )
     return module

@@ -3,54 +3,35 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
 
-class ImportHook(MetaPathFinder):
-    """Stands before all other finders, for one module.
+def rewrite(name: str, change: Callable[[str], str]) -> None:
+    """Let a module, which nobody has imported yet, run what `change` makes of its source."""
+    assert name not in sys.modules, f"{name} was imported before it could be changed"
+    get_code = SourceFileLoader.get_code
 
-    Args:
-        name: the module.
-        rewrite: returns the source to run, given the module's own.
-        after: called with the module when it has run, before its importer goes on; at once if that was before.
-    """
+    def get_changed_code(loader: Any, module: str) -> Any:
+        if module != name:
+            return get_code(loader, module)
+        return compile(change(loader.get_source(name)), loader.path, "exec")
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        rewrite: Callable[[str], str] | None = None,
-        after: Callable[[ModuleType], None] | None = None,
-    ) -> None:
-        self._name, self._rewrite, self._after = name, rewrite, after
+    SourceFileLoader.get_code = get_changed_code  # type: ignore[method-assign]
 
-    def install(self) -> None:
-        sys.meta_path.insert(0, self)
-        if self._name in sys.modules:
-            assert self._rewrite is None, f"{self._name} was imported before it could be changed"
-            assert self._after is not None
-            self._after(sys.modules[self._name])
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        if name != self._name:
-            return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        specs = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
-        spec = next((spec for spec in specs if spec is not None), None)
-        loader: Any = spec and spec.loader
-        if self._rewrite is not None:
-            rewrite, file = self._rewrite, loader.get_filename(name)
-            loader.get_code = lambda _: compile(rewrite(loader.get_source(name)), file, "exec")
-        if self._after is not None:
-            execute, after = loader.exec_module, self._after
+def after(name: str, call: Callable[[ModuleType], None]) -> None:
+    """Call a function with a module when it has run, before its importer continues; at once if that was before."""
+    if name in sys.modules:
+        call(sys.modules[name])
+        return
+    execute = SourceFileLoader.exec_module
 
-            def execute_and_call(module: ModuleType) -> None:
-                execute(module)
-                after(module)
+    def execute_and_call(loader: Any, module: ModuleType) -> None:
+        execute(loader, module)
+        if module.__name__ == name:
+            call(module)
 
-            loader.exec_module = execute_and_call
-        return spec
+    SourceFileLoader.exec_module = execute_and_call  # type: ignore[method-assign]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-_library: Any = None
+import torch
+
+_library = torch.library.Library("aten", "IMPL")
 
 
 def register() -> None:
     """Give the device the five operators of synchronized batch norm."""
-    global _library
-    import torch
-
-    _library = torch.library.Library("aten", "IMPL")
     for function in (
         batch_norm_stats,
         batch_norm_gather_stats_with_counts,
@@ -23,8 +21,12 @@ def register() -> None:
         _library.impl(function.__name__, function, "PrivateUse1")
 
 
-def _shape(input: Any) -> list[int]:
-    return [1, -1] + [1] * (input.dim() - 2)
+def _for_channels(values: Any, input: Any) -> Any:
+    return values.float().view([1, -1] + [1] * (input.dim() - 2))
+
+
+def _centred(input: Any, mean: Any) -> Any:
+    return input.float() - _for_channels(mean, input)
 
 
 def _dims(input: Any) -> list[int]:
@@ -33,16 +35,14 @@ def _dims(input: Any) -> list[int]:
 
 def batch_norm_stats(input: Any, eps: float) -> Any:
     """Return mean and 1 / sqrt(variance + eps) of each channel."""
-    import torch
-
     var, mean = torch.var_mean(input.float(), _dims(input), correction=0)
     return mean, (var + eps).rsqrt()
 
 
 def batch_norm_gather_stats_with_counts(
     input: Any,
-    mean: Any,
-    invstd: Any,
+    means: Any,
+    invstds: Any,
     running_mean: Any,
     running_var: Any,
     momentum: float,
@@ -50,25 +50,22 @@ def batch_norm_gather_stats_with_counts(
     counts: Any,
 ) -> Any:
     """Combine the statistics of all ranks, a row each; update the running ones."""
-    import torch
-
     weights = counts.float().unsqueeze(1)
     total = weights.sum()
-    whole = (weights * mean).sum(0) / total
-    squares = (weights * (invstd.pow(-2) - eps + (mean - whole) ** 2)).sum(0)
+    mean = (weights * means).sum(0) / total
+    squares = (weights * (invstds.pow(-2) - eps + (means - mean) ** 2)).sum(0)
     if running_mean is not None:
-        running_mean.mul_(1 - momentum).add_(whole.to(running_mean.dtype), alpha=momentum)
+        running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
         unbiased = squares / torch.clamp(total - 1, min=1)
         running_var.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
-    return whole, (squares / total + eps).rsqrt()
+    return mean, (squares / total + eps).rsqrt()
 
 
 def batch_norm_elemt(input: Any, weight: Any, bias: Any, mean: Any, invstd: Any, eps: float) -> Any:
     """Normalise, scale and shift."""
-    shape = _shape(input)
-    output = (input.float() - mean.view(shape)) * invstd.view(shape)
+    output = _centred(input, mean) * _for_channels(invstd, input)
     if weight is not None:
-        output = output * weight.float().view(shape) + bias.float().view(shape)
+        output = output * _for_channels(weight, input) + _for_channels(bias, input)
     return output.to(input.dtype)
 
 
@@ -76,9 +73,8 @@ def batch_norm_backward_reduce(
     grad: Any, input: Any, mean: Any, invstd: Any, weight: Any, for_input: bool, for_weight: bool, for_bias: bool
 ) -> Any:
     """Return the sums over a channel that backward needs."""
-    dims, shape = _dims(input), _shape(input)
-    sum_dy = grad.float().sum(dims)
-    sum_dy_xmu = (grad.float() * (input.float() - mean.view(shape))).sum(dims)
+    sum_dy = grad.float().sum(_dims(input))
+    sum_dy_xmu = (grad.float() * _centred(input, mean)).sum(_dims(input))
     like = sum_dy if weight is None else weight
     grad_weight = (sum_dy_xmu * invstd).to(like.dtype) if for_weight else None
     return sum_dy, sum_dy_xmu, grad_weight, sum_dy.to(like.dtype) if for_bias else None
@@ -88,8 +84,8 @@ def batch_norm_backward_elemt(
     grad: Any, input: Any, mean: Any, invstd: Any, weight: Any, sum_dy: Any, sum_dy_xmu: Any, counts: Any
 ) -> Any:
     """Return the gradient of the input, from all ranks' sums."""
-    shape, total = _shape(input), counts.sum().float()
-    centred = input.float() - mean.view(shape)
-    part = (sum_dy / total).view(shape) + centred * (invstd**2 * sum_dy_xmu / total).view(shape)
+    total = counts.sum().float()
+    slope = _for_channels(invstd**2 * sum_dy_xmu / total, input)
+    part = _for_channels(sum_dy / total, input) + _centred(input, mean) * slope
     scale = invstd if weight is None else invstd * weight.float()
-    return ((grad.float() - part) * scale.view(shape)).to(input.dtype)
+    return ((grad.float() - part) * _for_channels(scale, input)).to(input.dtype)

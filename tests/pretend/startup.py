@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from pretend.imports import ImportHook
+from pretend import imports
 
 DEVICE, FAULT = "HVD_TRAINER_TEST_PRETEND", "HVD_TRAINER_TEST_FAULT"
 """The order in which streams run (a name in `device.ORDERS`), and a name in `faults.FAULTS`."""
@@ -13,11 +13,11 @@ DEVICE, FAULT = "HVD_TRAINER_TEST_PRETEND", "HVD_TRAINER_TEST_FAULT"
 def begin() -> None:
     """Install what the environment asks for; the device as soon as PyTorch is imported."""
     if FAULT in os.environ:
-        from pretend import faults
+        from pretend.faults import FAULTS
 
-        fault = faults.FAULTS[os.environ[FAULT]]
-        ImportHook(fault.module, rewrite=fault.put_into).install()
+        fault = FAULTS[os.environ[FAULT]]
+        imports.rewrite(fault.module, fault.put_into)
     if DEVICE in os.environ:
         from pretend import device
 
-        ImportHook("torch", after=lambda _: device.install(os.environ[DEVICE])).install()
+        imports.after("torch", lambda _: device.install(os.environ[DEVICE]))

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
-from combinations import case
-from launchers import SCRIPTS, launch
-from rules import RULES
+import small_mnist
+from combinations import case, each_pair
+from launchers import REPOSITORY, launch
+from rules import LATE_SIDE, RULES
+from ways_to_train import DIGITS
 
 from pretend import startup
 from pretend.ranks import run_ranks
 from pretend.self_check import device_itself
 
-LONG = {"resume on horovod", "abort on ddp"}.union(name for name in RULES if "waits" in name) - {
+EXAMPLES = REPOSITORY / "examples/mnist"
+WEIGHTS: set[str] = set()
+"""Digests of the weights that scripts have trained."""
+LONG = {
+    *("resume on horovod", "abort on ddp", "batches are whole", "texts in chunks"),
+    *(name for name in RULES if "waits" in name),
+} - {
     "host waits on ddp: plain",
     "host waits on horovod: plain",
     "host waits on single: fp16",
@@ -31,18 +40,28 @@ def test_rule(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "script"),
+    ("engine", "script", "order"),
     [
-        case("ddp", "device_horovod.py", when="long"),
-        case("horovod", "device_ddp.py", when="long"),
-        case("ddp", "device_ddp.py", when="long"),
-        case("horovod", "device_horovod.py", when="long"),
+        case("ddp", "plain_horovod.py", LATE_SIDE),
+        case("horovod", "plain_ddp.py", LATE_SIDE),
+        case("ddp", "plain_ddp.py", "blocking", when="long"),
+        case("horovod", "plain_horovod.py", "blocking", when="long"),
+        case("ddp", "plain_ddp.py", LATE_SIDE, when="long"),
+        case("horovod", "plain_horovod.py", LATE_SIDE, when="long"),
     ],
 )
-def test_script_by_run_gives_the_same_bits_in_any_order(engine: str, script: str) -> None:
-    outputs = set()
-    for order in ("blocking", "late side streams"):
-        job = ["-m", "hvd_trainer", "run", "-np", "2", "--backend", engine, "--", str(SCRIPTS / script)]
-        outputs.add(launch("python", 1, job, env={startup.DEVICE: order}).stdout)
-    assert len(outputs) == 1
-    assert "weights" in outputs.pop()
+def test_scripts_by_run_train_the_same_bits(engine: str, script: str, order: str, tmp_path: Path) -> None:
+    """By `hvd_trainer.hvd` and `hvd_trainer.c10d`, where the script was written for the other engine."""
+    small_mnist.write(tmp_path)
+    job = ["-m", "hvd_trainer", "run", "-np", "2", "--backend", engine, "--", str(EXAMPLES / script)]
+    options = ["--data-dir", str(tmp_path), "--batch-size", "32", "--save", str(tmp_path / "weights")]
+    launch("python", 1, [*job, *options], env={startup.DEVICE: order})
+    WEIGHTS.add(hashlib.sha256((tmp_path / "weights").read_bytes()).hexdigest())
+    assert len(WEIGHTS) == 1
+
+
+@each_pair(push=0, long=4)
+def test_launcher_starts_ranks_on_devices(launcher: str, backend: str, tmp_path: Path) -> None:
+    job = ["-m", "hvd_trainer.mnist", *DIGITS.split(), "--backend", backend, "--log-dir", str(tmp_path)]
+    launch(launcher, 2, job, env={startup.DEVICE: LATE_SIDE})
+    assert "pretend GPU" in (tmp_path / "run.json").read_text()

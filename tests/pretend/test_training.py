@@ -22,6 +22,7 @@ PLAIN: dict[int, str] = {}
 @pytest.mark.parametrize(
     ("engine", "names", "orders", "ranks"),
     [
+        case("single", ("plain", "fp16", "clipped"), LATE, 1),
         case("ddp", SHORT, LATE, 2),
         case("horovod", SHORT, LATE, 2),
         case("ddp", None, ALL, 2, when="long"),
@@ -41,9 +42,7 @@ def test_order_of_streams_changes_no_bit(
     assert digests[ways["plain"]] == PLAIN.setdefault(ranks, digests[ways["plain"]])
 
 
-@pytest.mark.parametrize(("ranks", "ways"), [(2, TWO_RANKS_OF_TEXTS), (1, (("ddp", "--devices-per-rank 2"),))])
-def test_texts_in_stages_shards_and_on_several_devices(
-    ranks: int, ways: tuple[tuple[str, str], ...], tmp_path: Path
-) -> None:
-    args = ("imdb", [f"{TEXTS} --backend {engine} {way}" for engine, way in ways], str(tmp_path), LATE)
-    run_ranks(device_checks.same_bits, num_processes=ranks, args=args, timeout_s=300)
+def test_texts_in_stages_and_shards(tmp_path: Path) -> None:
+    ways = [f"{TEXTS} --backend {engine} {way}" for engine, way in TWO_RANKS_OF_TEXTS]
+    args = ("imdb", ways, str(tmp_path), LATE)
+    run_ranks(device_checks.same_bits, num_processes=2, args=args, timeout_s=300)

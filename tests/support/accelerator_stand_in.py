@@ -44,6 +44,8 @@ class Event:
 class StandIn:
     """Replace functions of `hvd_trainer.utils.accelerator`, those named as its methods: every device is one.
 
+    So are PyTorch's streams, events and figures of memory.
+
     Args:
         monkeypatch: what puts it there, for as long as the test runs.
     """
@@ -58,6 +60,12 @@ class StandIn:
         for name in vars(StandIn):
             if not name.startswith("_"):
                 monkeypatch.setattr(accelerator, name, getattr(self, name))
+        # Types, as what PyTorch imports meanwhile has annotations with these names.
+        monkeypatch.setattr(torch, "Event", type("Event", (), {"__new__": lambda _, device: self._event()}))
+        monkeypatch.setattr(torch, "Stream", type("Stream", (), {"__new__": lambda _, device: self._side}))
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: self.current)
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (self.free, self.free))
+        monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: self.peak)
 
     def is_host(self, device: torch.device) -> bool:
         return False
@@ -71,15 +79,9 @@ class StandIn:
     def synchronize(self, device: torch.device) -> None:
         self.calls.append(f"synchronize {device}")
 
-    def event(self, device: torch.device) -> Event:
+    def _event(self) -> Event:
         self.events.append(Event(len(self.events) + 1, self.calls))
         return self.events[-1]
-
-    def new_stream(self, device: torch.device) -> Stream:
-        return self._side
-
-    def current_stream(self, device: torch.device) -> Stream:
-        return self.current
 
     def follow_default_stream(self, tensor: Tensor) -> None:
         self.calls.append(f"{self.current.name} follows")
@@ -93,9 +95,3 @@ class StandIn:
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         self.calls.append(f"pin {tuple(shape)} of {dtype}")
         return torch.empty(shape, dtype=dtype)
-
-    def free_bytes(self, device: torch.device) -> int:
-        return self.free
-
-    def peak_bytes(self, device: torch.device) -> int:
-        return self.peak

@@ -147,15 +147,13 @@ def peak(text: str, limit: float, over: str) -> tuple[int, float]:
     """The peak of memory is at most so many times that of another way to train; return it, in MB."""
     import torch
 
-    from hvd_trainer.utils import accelerator
-
-    device = torch.device(kind(), rank() % accelerator.count(kind()))
+    device = torch.device(kind(), rank() % torch.accelerator.device_count())
     size, peaks = SMALL if kind() == "pretend" else LARGE, []
     torch.ones(1, device=device)  # CUDA counts from its first context on
     for way in (over, text):
-        before = accelerator.allocated_bytes(device)
-        accelerator.reset_peak(device)
+        before = torch.accelerator.memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
         train("imdb", f"{TEXTS} {size} --optimizer sgd {way}")
-        peaks.append(accelerator.peak_bytes(device) - before)
+        peaks.append(torch.accelerator.max_memory_allocated(device) - before)
     assert peaks[1] <= limit * peaks[0], f"{peaks[1]} bytes with {text}, {peaks[0]} with {over}"
     return rank(), peaks[1] / 2**20

@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 
 import device_checks
 import stream_checks
-from ways_to_train import NO_WAITS
+from ways_to_train import DIGITS, NO_WAITS, TEXTS
 
 LATE_SIDE, LATE_DEFAULT = "late side streams", "late default stream"
+VERY_LATE = ("very late side streams", "very late default stream")
+"""Later than a step takes: batches are fetched one step ahead."""
+IN_ANY_ORDER = ((LATE_SIDE, LATE_DEFAULT, VERY_LATE[1]),)
 FOLDER = "FOLDER"
 """Stands for an empty folder in the arguments of a check."""
 
@@ -36,6 +39,9 @@ class Rule(NamedTuple):
 
 
 SHARDS = ("--backend ddp --shard full", 0.75, "--backend ddp")
+WORKERS = ("mnist", (f"{DIGITS} --backend single --workers 1",), FOLDER, ("blocking", *VERY_LATE))
+CHUNKS = ("imdb", (f"{TEXTS} --backend ddp --chunks 2",), FOLDER, ("blocking", LATE_SIDE))
+TWO_DEVICES = ("imdb", (f"{TEXTS} --backend ddp --devices-per-rank 2",), FOLDER, ("blocking", LATE_SIDE))
 REPRODUCIBLE = ("--backend ddp --reproducible 2", 2.0, "--backend ddp")
 START = f"--backend ddp --log-dir {FOLDER} --save-every-steps 2"
 RESUMED = (f"--backend ddp --log-dir {FOLDER} --max-steps 6 --resume auto", 1.1, START)
@@ -43,8 +49,11 @@ RULES = {
     "batches are copied beside the steps": Rule(stream_checks.copies_overlap, 1),
     "a checkpoint is whole": Rule(stream_checks.copy_to_host_is_whole, 1),
     "random numbers are those of the device": Rule(device_checks.generators, 1, devices=2),
-    "hvd": Rule(stream_checks.hvd_in_any_order, 2, ((LATE_SIDE, LATE_DEFAULT),)),
-    "c10d": Rule(stream_checks.c10d_in_any_order, 2, ((LATE_SIDE, LATE_DEFAULT),), engine="horovod"),
+    "batches are whole": Rule(device_checks.same_bits, 1, WORKERS),
+    "texts in chunks": Rule(device_checks.same_bits, 2, CHUNKS),
+    "a model on two devices": Rule(device_checks.same_bits, 1, TWO_DEVICES, devices=2),
+    "hvd": Rule(stream_checks.hvd_in_any_order, 2, IN_ANY_ORDER),
+    "c10d": Rule(stream_checks.c10d_in_any_order, 2, IN_ANY_ORDER, engine="horovod"),
     "c10d: a mesh": Rule(stream_checks.c10d_mesh, 2, engine="horovod"),
     **{
         f"host waits on {engine}: {name}": Rule(device_checks.host_waits, ranks, (engine, (way,)), engine=engine)

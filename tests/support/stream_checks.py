@@ -22,7 +22,7 @@ def place() -> Any:
     """Return this rank's device."""
     import torch
 
-    chosen = torch.device(kind(), rank() % torch.get_device_module(kind()).device_count())
+    chosen = torch.device(kind(), rank() % torch.accelerator.device_count())
     torch.accelerator.set_device_index(chosen.index)
     return chosen
 
@@ -81,7 +81,7 @@ def copies_overlap() -> tuple[int, None]:
     copied = torch.Event(gpu)
     total = arrived[0][0].sum()
     copied.record()
-    with torch.get_device_module(gpu).stream(torch.Stream(gpu)):  # which is not held, and so reads at once
+    with torch.Stream(gpu):  # which is not held, and so reads at once
         assert soon(lambda: bool((arrived[0][0].cpu() == 0).all())), "the copy waits for the default stream"
     assert not copied.query()
     held.reach()
@@ -100,14 +100,12 @@ def hvd_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
     side = torch.Stream(gpu)
     for order, number in itertools.product(orders, range(3)):
         controls().run_in_order(order)
-        with torch.get_device_module(gpu).stream(side):
+        with side:
             values = torch.full((1000,), 1.0, device=gpu) * (hvd.rank() + number)
             handle = hvd.allreduce_async(values, name=f"sum {number}", op=hvd.Sum)
         del values
         together = hvd.synchronize(handle) * 1
-        with torch.get_device_module(gpu).stream(
-            side
-        ):  # which waits neither for the default stream nor its readers
+        with side:  # which waits neither for the default stream nor its readers
             hvd.allreduce(torch.ones(1000, device=gpu), name=f"next {number}")
         gathered = hvd.allgather(torch.full((3,), float(hvd.rank()), device=gpu), name=f"gather {number}")
         expected = sum(range(number, number + size))
@@ -137,15 +135,15 @@ def c10d_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
     side, other = torch.Stream(gpu), torch.Stream(gpu)
     for order, number in itertools.product(orders, range(3)):
         controls().run_in_order(order)
-        with torch.get_device_module(gpu).stream(side):
+        with side:
             values = torch.full((1000,), 1.0, device=gpu) * (rank() + number)
             work = dist.all_reduce(values, async_op=True)
         expected = float(sum(range(number, number + size)))
-        with torch.get_device_module(gpu).stream(other):  # the default stream has the result by Horovod itself
+        with other:  # the default stream has the result by Horovod itself
             work.wait()
             together = (values * 1).tolist()
         assert together == [expected] * 1000, f"{together[:3]}, not {expected}"
-        with torch.get_device_module(gpu).stream(side):
+        with side:
             rows = [torch.empty(3, device=gpu) for _ in range(size)]
             work = dist.all_gather(rows, torch.full((3,), float(rank()), device=gpu), async_op=True)
         work.wait()

@@ -105,14 +105,14 @@ class Executor:
     def _on_stream(self, run: Callable[..., None], jobs: Sequence[Job], device: torch.device) -> None:
         """Queue the operations on a stream of their own, after what the tensors depend on."""
         if device not in self._streams:
-            self._streams[device] = accelerator.new_stream(device)
+            self._streams[device] = torch.Stream(device)
         stream = self._streams[device]
         with accelerator.on_stream(stream):
             for job in jobs:
                 if job.request is not None and job.request.ready is not None:
                     stream.wait_event(job.request.ready)
             run(jobs, device)
-            finished = accelerator.event(device)
+            finished = torch.Event(device)
             finished.record(stream)
         for job in jobs:
             if job.request is not None:

@@ -4,14 +4,12 @@
 //   2  memory for that is allocated, and returned to the program at once
 //   3  the operator on the host's kernels is queued; its arguments are views of the device's memory
 //
-// What has no meta kernel, because its shapes depend on data (`nonzero`), makes the host wait, as on CUDA.
-#include "operators.h"
-
+// What has no meta kernel, because its shapes depend on data (`nonzero`), makes the host wait, as on CUDA. So does a
+// copy from or to the host, unless the memory there is page-locked.
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <ATen/native/Resize.h>
+#include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
@@ -22,9 +20,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#include "memory.h"
-#include "random.h"
-#include "stream.h"
+#include "device.h"
 
 namespace pretend {
 
@@ -49,7 +45,7 @@ Tensor empty_strided_like(const Tensor& meta) {
       meta.sizes(), meta.strides(), device_allocator(), KEYS, meta.scalar_type());
 }
 
-// Replace each tensor of the values, also those in lists.
+// Replace each tensor of the values, also those in lists, by what the function returns.
 void map_tensors(Stack& values, const std::function<Tensor(const Tensor&)>& function) {
   auto map = [&](const Tensor& tensor) { return tensor.defined() ? function(tensor) : tensor; };
   for (auto& value : values) {
@@ -68,10 +64,9 @@ void map_tensors(Stack& values, const std::function<Tensor(const Tensor&)>& func
   }
 }
 
-std::vector<Tensor> tensors_in(const c10::IValue& value) {
+std::vector<Tensor> tensors_in(Stack values) {
   std::vector<Tensor> found;
-  Stack one{value};
-  map_tensors(one, [&](const Tensor& tensor) {
+  map_tensors(values, [&](const Tensor& tensor) {
     found.push_back(tensor);
     return tensor;
   });
@@ -105,35 +100,29 @@ struct Call {
     torch::jit::drop(*stack, number);
   }
 
-  // Return the device of all tensors, or else the one that is asked for.
+  // Return the device of all tensors, or else the one that is asked for. A number on the host is an argument like any
+  // other, and indices are copied; all else is the program's mistake.
   c10::Device device() const {
     std::optional<c10::Device> found;
-    for (const auto& value : arguments) {
-      for (const auto& tensor : tensors_in(value)) {
-        if (!is_on_device(tensor)) continue;
-        TORCH_CHECK(
-            !found || *found == tensor.device(), "Expected all tensors to be on the same device, but ",
-            schema.name(), " got ", *found, " and ", tensor.device());
-        found = tensor.device();
-      }
+    bool on_host = false;
+    for (const auto& tensor : tensors_in(arguments)) {
+      TORCH_CHECK(
+          !found || !is_on_device(tensor) || *found == tensor.device(),
+          "Expected all tensors to be on the same device, but ", schema.name(), " got ", *found, " and ",
+          tensor.device());
+      if (is_on_device(tensor)) found = tensor.device();
+      on_host |= tensor.is_cpu() && tensor.dim() > 0;
     }
     for (const auto& value : arguments)
-      if (!found && value.isDevice() && value.toDevice().type() == TYPE)
-        found = c10::Device(TYPE, index_of(value.toDevice()));
-    return found.value_or(c10::Device(TYPE, current_device()));
-  }
-
-  // A number on the host is an argument like any other, and indices are copied; all else is the program's mistake.
-  void refuse_host_tensors() const {
-    for (const auto& value : arguments) {
-      for (const auto& tensor : tensors_in(value)) {
-        if (!tensor.is_cpu() || tensor.dim() == 0) continue;
-        TORCH_CHECK(
-            schema.name().find("index") != std::string::npos,
-            "Expected all tensors to be on the same device, but ", schema.name(), " got one on the CPU");
-        host_waits(current_queue(current_device()), "indices on the host");
-      }
+      if (!found && value.isDevice() && value.toDevice().type() == TYPE) found = value.toDevice();
+    c10::Device place(TYPE, found ? index_of(*found) : current_device());
+    if (on_host) {
+      TORCH_CHECK(
+          schema.name().find("index") != std::string::npos, "Expected all tensors to be on the same device, but ",
+          schema.name(), " got one on the CPU");
+      host_waits(current_queue(place.index()), "indices on the host");
     }
+    return place;
   }
 
   // Return what comes out, on `meta`, and which arguments take which shape; nothing without a meta kernel.
@@ -153,23 +142,18 @@ struct Call {
       if (values[i].isDevice()) values[i] = c10::Device(at::kMeta);
       if (is_generator(argument)) values[i] = c10::IValue();
     }
-    auto is_missing = [](const std::string& text) {
-      for (const char* sign : {"meta", "Meta", "NotImplemented", "data-dependent", "DataDependent"})
-        if (text.find(sign) != std::string::npos) return true;
-      return false;
-    };
     try {
       at::AutoDispatchBelowAutograd below;
       op.callBoxed(&values);
       return values;
-    } catch (const c10::NotImplementedError&) {
-    } catch (const c10::Error& error) {
-      if (!is_missing(error.what())) throw;
-    } catch (py::error_already_set& error) {
+    } catch (const std::exception& error) {  // of C++ or Python
       py::gil_scoped_acquire gil;
-      if (!is_missing(error.what())) throw;
+      std::string text = error.what();
+      for (const char* sign : {"meta", "Meta", "NotImplemented", "data-dependent", "DataDependent"})
+        if (text.find(sign) != std::string::npos) return std::nullopt;
+      if (!dynamic_cast<const c10::NotImplementedError*>(&error)) throw;
+      return std::nullopt;
     }
-    return std::nullopt;
   }
 
   // Return the arguments for the host's kernel.
@@ -208,7 +192,7 @@ void run_on_host(const c10::OperatorHandle& op, Stack& values) {
 
 Stack run_while_host_waits(const Call& call, Queue& queue) {
   host_waits(queue, call.schema.name().c_str());
-  auto values = call.for_host(queue.device());
+  auto values = call.for_host(queue.device);
   run_on_host(call.op, values);
   for (size_t i = 0; i < values.size(); ++i) {
     if (const auto* argument = call.returned_argument(i)) values[i] = *argument;
@@ -222,11 +206,10 @@ Stack run_while_host_waits(const Call& call, Queue& queue) {
   return values;
 }
 
-void run(const c10::OperatorHandle& op, Stack* stack) {
+void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   raise_if_failed();
   Call call(op, stack);
   c10::DeviceGuard guard(call.device());
-  call.refuse_host_tensors();
   auto& queue = current_queue(current_device());
   std::vector<std::pair<Tensor, Tensor>> written;
   auto results = call.shapes(written);
@@ -256,47 +239,17 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
     });
     (*results)[i] = one[0];
   }
-  queue.push([op = call.op, values = call.for_host(queue.device()), targets]() mutable {
+  queue.push([op = call.op, values = call.for_host(queue.device), targets]() mutable {
     run_on_host(op, values);
     for (size_t i = 0; i < targets.size(); ++i) {
-      auto computed = targets[i].empty() ? std::vector<Tensor>() : tensors_in(values[i]);
+      auto computed = targets[i].empty() ? std::vector<Tensor>() : tensors_in({values[i]});
       for (size_t k = 0; k < computed.size(); ++k)
         // Where a result means nothing, as a batch's mean in evaluation, the host's kernel makes none.
         if (computed[k].sizes() == targets[i][k].sizes()) targets[i][k].copy_(computed[k]);
     }
   });
-  if (is_blocking()) wait_silently(queue.mark());
+  if (order.blocking) wait_silently(queue.mark());
   for (auto& value : *results) stack->push_back(value);
-}
-
-void fall_back(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) { run(op, stack); }
-
-// Operators that only PyTorch's names for other devices lead to.
-
-c10::OperatorHandle named(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
-
-void convolution(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
-  static auto op = named("aten::convolution");
-  run(op, stack);
-}
-
-std::tuple<Tensor, Tensor, Tensor> convolution_backward(
-    const Tensor& grad, const Tensor& input, const Tensor& weight, c10::SymIntArrayRef stride,
-    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
-    c10::SymInt groups, std::array<bool, 3> mask) {
-  static auto op = named("aten::convolution_backward");
-  auto ints = [](c10::SymIntArrayRef list) { return C10_AS_INTARRAYREF_SLOW(list).vec(); };
-  auto num_groups = groups.expect_int();
-  std::vector<int64_t> bias_sizes{transposed ? weight.size(1) * num_groups : weight.size(0)};
-  c10::List<bool> wanted;
-  for (bool one : mask) wanted.push_back(one);
-  Stack values;
-  torch::jit::push(
-      values, grad, input, weight, c10::IValue(bias_sizes), ints(stride), ints(padding), ints(dilation), transposed,
-      ints(output_padding), num_groups, wanted);
-  run(op, &values);
-  auto tensor = [&](size_t i) { return values[i].isTensor() ? values[i].toTensor() : Tensor(); };
-  return {tensor(0), tensor(1), tensor(2)};
 }
 
 // PyTorch's own for the host draws from the host's generator.
@@ -306,19 +259,18 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   return {input * mask * (p < 1 ? 1 / (1 - p) : 0), mask};
 }
 
-int64_t fused_sdp_choice(
-    const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>,
-    bool) {
-  return 0;  // attention by matrix products
+void attend_by_matrix_products(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  stack->push_back(int64_t(0));
 }
 
 // Tensors without a kernel: memory and views of it.
 
 Tensor empty(
     c10::IntArrayRef sizes, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
-    std::optional<c10::Device> device, std::optional<bool>, std::optional<c10::MemoryFormat> order) {
+    std::optional<c10::Device> device, std::optional<bool>, std::optional<c10::MemoryFormat> layout) {
   c10::DeviceGuard guard(device.value_or(c10::Device(TYPE)));
-  return at::detail::empty_generic(sizes, device_allocator(), KEYS, c10::dtype_or_default(dtype), order);
+  return at::detail::empty_generic(sizes, device_allocator(), KEYS, c10::dtype_or_default(dtype), layout);
 }
 
 Tensor empty_strided(
@@ -328,28 +280,11 @@ Tensor empty_strided(
   return at::detail::empty_strided_generic(sizes, strides, device_allocator(), KEYS, c10::dtype_or_default(dtype));
 }
 
-Tensor as_strided(
-    const Tensor& tensor, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, std::optional<c10::SymInt> offset) {
-  return at::native::as_strided_tensorimpl(
-      tensor, C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides),
-      offset ? std::optional<int64_t>(offset->expect_int()) : std::nullopt);
-}
-
-Tensor view(const Tensor& tensor, c10::SymIntArrayRef sizes) {
-  return at::native::view(tensor, C10_AS_INTARRAYREF_SLOW(sizes));
-}
-
-Tensor reshape_alias(const Tensor& tensor, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
-  return at::native::_reshape_alias(tensor, C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides));
-}
-
-const Tensor& resize_(const Tensor& tensor, c10::SymIntArrayRef sizes, std::optional<c10::MemoryFormat> order) {
-  resize(tensor.unsafeGetTensorImpl(), C10_AS_INTARRAYREF_SLOW(sizes), {});
-  if (order && *order != c10::MemoryFormat::Preserve) tensor.unsafeGetTensorImpl()->empty_tensor_restride(*order);
+const Tensor& resize_(const Tensor& tensor, c10::IntArrayRef sizes, std::optional<c10::MemoryFormat> layout) {
+  resize(tensor.unsafeGetTensorImpl(), sizes, {});
+  if (layout && *layout != c10::MemoryFormat::Preserve) tensor.unsafeGetTensorImpl()->empty_tensor_restride(*layout);
   return tensor;
 }
-
-Tensor& set_tensor(Tensor& tensor, const Tensor& source) { return at::native::set_tensor_(tensor, source); }
 
 Tensor& set_storage_offset(
     Tensor& tensor, at::Storage storage, int64_t offset, c10::IntArrayRef sizes, c10::IntArrayRef strides) {
@@ -361,37 +296,76 @@ Tensor& set_storage_offset(
   return tensor;
 }
 
-Tensor& set_storage(Tensor& tensor, at::Storage storage) {
-  auto length = int64_t(storage.nbytes() / tensor.dtype().itemsize());
-  return set_storage_offset(tensor, std::move(storage), 0, {length}, {});
-}
-
 void record_tensor_on_stream(Tensor& tensor, c10::Stream stream) {
   record_stream(tensor.storage().data_ptr(), stream);
 }
 
+// Copies.
+
+constexpr size_t STAGED_BYTES = 65536;  // CUDA's driver takes so much of pageable memory along with the command
+
+Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  raise_if_failed();
+  if (from.numel() == 0) return to;
+  bool to_device = is_on_device(to), from_device = is_on_device(from);
+  auto& queue = current_queue((to_device ? to : from).device().index());
+  auto push = [&](const Tensor& from, const Tensor& to) {
+    queue.push([from, to] {
+      at::NoGradGuard no_grad;
+      to.copy_(from);
+    });
+  };
+  if (to_device && from_device) {
+    auto& source = current_queue(from.device().index());
+    // What both devices' streams do before and after comes before and after the copy.
+    if (&source != &queue) queue.wait(source.mark());
+    push(host_view(from), host_view(to));
+    if (&source != &queue) source.wait(queue.mark());
+    return to;
+  }
+  // The task keeps the host's tensor: PyTorch reuses page-locked memory only after copies from and to it.
+  bool is_staged = non_blocking && to_device && from.nbytes() <= STAGED_BYTES;
+  bool waits = !non_blocking || !is_pinned((to_device ? from : to).const_data_ptr());
+  auto source = from_device ? host_view(from) : waits && is_staged ? from.clone() : from;
+  push(source, to_device ? host_view(to) : to);
+  if (waits && !is_staged) host_waits(queue, to_device ? "copy to the device" : "copy to the host");
+  return to;
+}
+
+Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
+  to.resize_(from.sizes());
+  return copy_from(from, to, false);
+}
+
+at::Scalar item(const Tensor& tensor) {
+  host_waits(current_queue(tensor.device().index()), "item");
+  return at::_local_scalar_dense(host_view(tensor));
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>());
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  // PyTorch's own of these call others, which only other devices have, or (`mse_loss`) resize their result on the way.
+  for (const char* name : {"convolution", "convolution_backward", "mse_loss"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run>());
+  library.impl("_fused_sdp_choice", torch::CppFunction::makeFromBoxedFunction<&attend_by_matrix_products>());
+  library.impl("native_dropout", native_dropout);
+  library.impl("_copy_from", copy_from);
+  library.impl("_copy_from_and_resize", copy_from_and_resize);
+  library.impl("_local_scalar_dense", item);
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
-  library.impl("as_strided", as_strided);
-  library.impl("view", view);
-  library.impl("_reshape_alias", reshape_alias);
+  library.impl("as_strided", at::native::as_strided_tensorimpl);
+  library.impl("view", at::native::view);
+  library.impl("_reshape_alias", at::native::_reshape_alias);
   library.impl("unfold", at::native::unfold);
   library.impl("resize_", resize_);
-  library.impl("set_.source_Tensor", set_tensor);
-  library.impl("set_.source_Storage", set_storage);
+  library.impl("set_.source_Tensor", at::native::set_tensor_);
+  library.impl("set_.source_Storage", at::native::set_);
   library.impl("set_.source_Storage_storage_offset", set_storage_offset);
   library.impl("record_stream", record_tensor_on_stream);
-  library.impl("native_dropout", native_dropout);
-  library.impl("_fused_sdp_choice", fused_sdp_choice);
-  // Else it would write into a tensor that its kernel resizes on the way.
-  library.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&fall_back>());
-  library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
-  library.impl("convolution_backward_overrideable", convolution_backward);
 }
 
 // Autocast chooses types by the same lists as on CUDA.

@@ -10,23 +10,22 @@
 // - an exchange's tensors are kept until `wait`, and no longer;
 // - sends and receives between `_start_coalescing` and `_end_coalescing` run at the same time;
 // - an exchange with a rank that is gone never ends, until `abort`; what it leaves in its tensors means nothing.
-#include "process_group.h"
-
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/StreamGuard.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <map>
 #include <thread>
 
-#include "operators.h"
-#include "stream.h"
+#include "device.h"
 
 namespace pretend {
 
 namespace {
 using at::Tensor;
 using c10::intrusive_ptr;
+using c10d::Backend;
 using c10d::OpType;
 using Tensors = std::vector<Tensor>;
 
@@ -40,7 +39,7 @@ struct Exchange {
 class Work final : public c10d::Work {
  public:
   Work(int rank, OpType type, std::shared_ptr<Marker> end, const Queue& queue, Tensors kept, Tensors results)
-      : c10d::Work(rank, type), end_(std::move(end)), device_(queue.device()), kept_(std::move(kept)),
+      : c10d::Work(rank, type), end_(std::move(end)), device_(queue.device), kept_(std::move(kept)),
         results_(std::move(results)) {
     c10::Device device(TYPE, device_);
     future_ = c10::make_intrusive<c10::ivalue::Future>(
@@ -51,7 +50,6 @@ class Work final : public c10d::Work {
   }
 
   bool isCompleted() override { return end_->is_reached(); }
-  bool isSuccess() const override { return true; }
   Tensors result() override { return results_; }
   intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
   void synchronize() override {
@@ -74,82 +72,72 @@ class Work final : public c10d::Work {
 
 // Whether a group was aborted; its exchanges' tasks know no more of it.
 struct State {
+  Marker aborted;
   std::mutex mutex;
-  std::condition_variable changed;
-  bool aborted = false;
-
   intrusive_ptr<c10d::Work> awaited;
 
-  void set_awaited(intrusive_ptr<c10d::Work> work) {
-    std::lock_guard<std::mutex> lock(mutex);
-    awaited = std::move(work);
-  }
-  bool is_aborted() {
-    std::lock_guard<std::mutex> lock(mutex);
-    return aborted;
-  }
-  void wait_for_abort() {
-    std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [&] { return aborted; });
-  }
   void abort() {
-    {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!aborted.is_reached()) aborted.reach();
+    if (awaited) awaited->abort();
+  }
+
+  // Gloo ends a wait when a connection breaks, and not when its group is aborted; NCCL's kernels ask again and again.
+  // Of sends and receives Gloo knows only in `wait` whether they are done, but that can be ended.
+  void wait(const intrusive_ptr<c10d::Work>& work, bool is_pairwise) {
+    if (is_pairwise) {
       std::lock_guard<std::mutex> lock(mutex);
-      aborted = true;
-      if (awaited) awaited->abort();
+      awaited = work;
     }
-    changed.notify_all();
+    while (!is_pairwise && !aborted.is_reached() && !work->isCompleted())
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    if (!aborted.is_reached()) work->wait();
+  }
+
+  void run(const std::vector<Exchange>& exchanges) {
+    if (aborted.is_reached()) return;
+    try {
+      std::vector<intrusive_ptr<c10d::Work>> works;
+      for (const auto& exchange : exchanges) works.push_back(exchange.start());
+      for (size_t i = 0; i < works.size(); ++i) wait(works[i], exchanges[i].is_pairwise);
+      for (const auto& exchange : exchanges) exchange.finish();
+    } catch (const std::exception& error) {
+      if (!aborted.is_reached())
+        std::fprintf(stderr, "pretend: an exchange waits for ever: %s\n", text_of(error).c_str());
+      aborted.wait();
+    }
   }
 };
 
-void run(const std::vector<Exchange>& exchanges, State& state) {
-  if (state.is_aborted()) return;
-  try {
-    std::vector<intrusive_ptr<c10d::Work>> works;
-    for (const auto& exchange : exchanges) works.push_back(exchange.start());
-    for (size_t i = 0; i < works.size(); ++i) {
-      // Gloo ends a wait when a connection breaks, and not when its group is aborted; NCCL's kernels ask again and again.
-      // Of sends and receives Gloo knows only in `wait` whether they are done, but that can be ended.
-      if (exchanges[i].is_pairwise) state.set_awaited(works[i]);
-      while (!exchanges[i].is_pairwise && !works[i]->isCompleted()) {
-        if (state.is_aborted()) return;
-        std::this_thread::sleep_for(std::chrono::microseconds(20));
-      }
-      works[i]->wait();
-    }
-    for (const auto& exchange : exchanges) exchange.finish();
-  } catch (const std::exception& error) {
-    if (!state.is_aborted()) std::fprintf(stderr, "pretend: an exchange waits for ever: %s\n", text_of(error).c_str());
-    state.wait_for_abort();
-  }
+Tensors host_views(const Tensors& tensors) {
+  Tensors views;
+  for (const auto& tensor : tensors) views.push_back(host_view(tensor));
+  return views;
 }
 
-class Group final : public c10d::Backend {
+Tensors joined(Tensors first, const Tensors& second) {
+  first.insert(first.end(), second.begin(), second.end());
+  return first;
+}
+
+class Group final : public Backend {
  public:
-  Group(intrusive_ptr<c10d::Backend> gloo, int rank, int size)
+  Group(intrusive_ptr<Backend> gloo, int rank, int size)
       : Backend(rank, size), gloo_(std::move(gloo)), state_(std::make_shared<State>()) {}
 
   const std::string getBackendName() const override { return "pccl"; }
   bool supportsCoalescing() const override { return true; }
-  void abort() override {
-    state_->abort();
-    gloo_->abort();
-  }
+  void abort() override { state_->abort(); }
 
   void startCoalescing() override { coalesces_ = true; }
   intrusive_ptr<c10d::Work> endCoalescing() override {
     coalesces_ = false;
-    auto work = launch(OpType::COALESCED, std::move(coalesced_), std::move(coalesced_tensors_), {});
-    coalesced_ = {};
-    coalesced_tensors_ = {};
-    return work;
+    return launch(
+        OpType::COALESCED, std::exchange(coalesced_, {}), std::exchange(coalesced_tensors_, {}), {});
   }
 
   intrusive_ptr<c10d::Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    auto views = host_views(tensors);
-    return call(OpType::BROADCAST, tensors, tensors, {[=, gloo = gloo_]() mutable {
-      return gloo->broadcast(views, options);
-    }});
+    return call(OpType::BROADCAST, tensors, tensors, by_gloo(&Backend::broadcast, host_views(tensors), options));
   }
 
   intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
@@ -170,13 +158,9 @@ class Group final : public c10d::Backend {
 
   intrusive_ptr<c10d::Work> allgather(
       std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    std::vector<Tensors> views{host_views(outputs.at(0))};
-    auto sent = host_views(inputs);
-    auto all = outputs[0];
-    all.insert(all.end(), inputs.begin(), inputs.end());
-    return call(OpType::ALLGATHER, all, outputs[0], {[=, gloo = gloo_]() mutable {
-      return gloo->allgather(views, sent, options);
-    }});
+    std::vector<Tensors> received{host_views(outputs.at(0))};
+    auto exchange = by_gloo(&Backend::allgather, received, host_views(inputs), options);
+    return call(OpType::ALLGATHER, joined(outputs[0], inputs), outputs[0], std::move(exchange));
   }
 
   intrusive_ptr<c10d::Work> _allgather_base(
@@ -188,90 +172,81 @@ class Group final : public c10d::Backend {
       Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
     std::vector<Exchange> all;
     for (size_t i = 0; i < outputs.size(); ++i) all.push_back(gather_into(outputs[i], inputs[i]));
-    auto tensors = outputs;
-    tensors.insert(tensors.end(), inputs.begin(), inputs.end());
-    return launch(OpType::COALESCED, std::move(all), tensors, outputs);
+    return launch(OpType::COALESCED, std::move(all), joined(outputs, inputs), outputs);
   }
 
   intrusive_ptr<c10d::Work> _reduce_scatter_base(
       Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
     auto received = host_view(output).view(-1), sent = host_view(input).view(-1);
     // The sum is made elsewhere: the input keeps its values.
-    auto sum = std::make_shared<Tensor>();
-    auto exchange = std::make_shared<Exchange>();
-    Exchange whole{
-        [=, this, op = options.reduceOp] {
-          *sum = sent.clone();
-          *exchange = all_reduce({*sum}, op);
-          return exchange->start();
-        },
-        [=, rank = rank_, size = size_] {
-          exchange->finish();
-          received.copy_(sum->chunk(size)[rank]);
-        }};
-    return call(OpType::_REDUCE_SCATTER_BASE, {output, input}, {output}, std::move(whole));
+    auto sum = at::empty(sent.sizes(), sent.options());
+    auto exchange = all_reduce({sum}, options.reduceOp);
+    exchange.start = [sum, sent, start = exchange.start] {
+      sum.copy_(sent);
+      return start();
+    };
+    exchange.finish = [=, finish = exchange.finish, rank = rank_, size = size_] {
+      finish();
+      received.copy_(sum.chunk(size)[rank]);
+    };
+    return call(OpType::_REDUCE_SCATTER_BASE, {output, input}, {output}, std::move(exchange));
   }
 
   intrusive_ptr<c10d::Work> alltoall_base(
       Tensor& output, Tensor& input, std::vector<int64_t>& received_rows, std::vector<int64_t>& sent_rows,
       const c10d::AllToAllOptions& options) override {
-    auto received = host_view(output), sent = host_view(input);
-    return call(OpType::ALLTOALL_BASE, {output, input}, {output}, {[=, gloo = gloo_]() mutable {
-      return gloo->alltoall_base(received, sent, received_rows, sent_rows, options);
-    }});
+    auto exchange = by_gloo(
+        &Backend::alltoall_base, host_view(output), host_view(input), received_rows, sent_rows, options);
+    return call(OpType::ALLTOALL_BASE, {output, input}, {output}, std::move(exchange));
   }
 
   intrusive_ptr<c10d::Work> send(Tensors& tensors, int to, int tag) override {
-    auto views = host_views(tensors);
-    auto start = [=, gloo = gloo_]() mutable { return gloo->send(views, to, tag); };
-    return call(OpType::SEND, tensors, {}, {start, [] {}, true});
+    return call(OpType::SEND, tensors, {}, by_gloo(&Backend::send, host_views(tensors), to, tag), true);
   }
 
   intrusive_ptr<c10d::Work> recv(Tensors& tensors, int from, int tag) override {
-    auto views = host_views(tensors);
-    auto start = [=, gloo = gloo_]() mutable { return gloo->recv(views, from, tag); };
-    return call(OpType::RECV, tensors, tensors, {start, [] {}, true});
+    return call(OpType::RECV, tensors, tensors, by_gloo(&Backend::recv, host_views(tensors), from, tag), true);
   }
 
   intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions&) override {
-    Tensors one{at::zeros({1})};
-    return launch(OpType::BARRIER, {all_reduce(one, c10d::ReduceOp::SUM)}, {}, {});
+    return launch(OpType::BARRIER, {all_reduce({at::zeros({1})}, c10d::ReduceOp::SUM)}, {}, {});
   }
 
  private:
-  static Tensors host_views(const Tensors& tensors) {
-    Tensors views;
-    for (const auto& tensor : tensors) views.push_back(host_view(tensor));
-    return views;
+  // Return the start of Gloo's own operation.
+  template <typename Method, typename... Arguments>
+  Exchange by_gloo(Method method, Arguments... arguments) {
+    return {[=, gloo = gloo_]() mutable { return ((*gloo).*method)(arguments...); }};
   }
 
   Exchange gather_into(const Tensor& output, const Tensor& input) {
-    std::vector<Tensors> views{host_view(output).view(-1).chunk(size_)};
-    Tensors sent{host_view(input).view(-1)};
-    return {[=, gloo = gloo_]() mutable { return gloo->allgather(views, sent, c10d::AllgatherOptions()); }};
+    std::vector<Tensors> received{host_view(output).view(-1).chunk(size_)};
+    return by_gloo(&Backend::allgather, received, Tensors{host_view(input).view(-1)}, c10d::AllgatherOptions());
   }
 
-  Exchange all_reduce(Tensors views, c10d::ReduceOp op) {
+  Exchange all_reduce(const Tensors& views, c10d::ReduceOp op) {
     // Gloo has no mean.
-    bool mean = op == c10d::ReduceOp::AVG;
+    bool is_mean = op == c10d::ReduceOp::AVG;
     c10d::AllreduceOptions options;
-    options.reduceOp = mean ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op;
-    return {
-        [=, gloo = gloo_]() mutable { return gloo->allreduce(views, options); },
-        [=, size = size_] {
-          for (auto view : views)
-            if (mean) view.div_(size);
-        }};
+    options.reduceOp = is_mean ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op;
+    auto exchange = by_gloo(&Backend::allreduce, views, options);
+    exchange.finish = [=, size = size_] {
+      for (auto view : views)
+        if (is_mean) view.div_(size);
+    };
+    return exchange;
   }
 
-  intrusive_ptr<c10d::Work> call(OpType type, const Tensors& tensors, const Tensors& results, Exchange exchange) {
+  intrusive_ptr<c10d::Work> call(
+      OpType type, const Tensors& tensors, const Tensors& results, Exchange exchange, bool is_pairwise = false) {
     for (const auto& tensor : tensors) {
       TORCH_CHECK(is_on_device(tensor), "pccl exchanges tensors of the device, and got one on ", tensor.device());
       TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "pccl exchanges contiguous tensors");
     }
+    exchange.is_pairwise = is_pairwise;
     if (!coalesces_) return launch(type, {std::move(exchange)}, tensors, results);
     coalesced_.push_back(std::move(exchange));
-    coalesced_tensors_.insert(coalesced_tensors_.end(), tensors.begin(), tensors.end());
+    coalesced_tensors_ = joined(std::move(coalesced_tensors_), tensors);
     return nullptr;
   }
 
@@ -281,20 +256,20 @@ class Group final : public c10d::Backend {
     int device = tensors.empty() ? current_device() : tensors[0].device().index();
     auto& queue = queue_for(device);
     queue.wait(current_queue(device).mark());
-    queue.push([exchanges = std::move(exchanges), state = state_] { run(exchanges, *state); });
+    queue.push([exchanges = std::move(exchanges), state = state_] { state->run(exchanges); });
     auto end = queue.mark();
-    if (is_blocking()) wait_silently(end);
+    if (order.blocking) wait_silently(end);
     return c10::make_intrusive<Work>(rank_, type, end, queue, std::move(tensors), std::move(results));
   }
 
   Queue& queue_for(int device) {
     std::lock_guard<std::mutex> lock(streams_mutex_);
-    auto found = streams_.find(device);
-    if (found == streams_.end()) found = streams_.emplace(device, new_stream(device).id()).first;
-    return queue_of(device, found->second);
+    auto [stream, is_new] = streams_.try_emplace(device, 0);
+    if (is_new) stream->second = new_stream(device).id();
+    return queue_of(device, stream->second);
   }
 
-  intrusive_ptr<c10d::Backend> gloo_;
+  intrusive_ptr<Backend> gloo_;
   std::shared_ptr<State> state_;
   std::mutex streams_mutex_;
   std::map<int, int64_t> streams_;
@@ -304,7 +279,7 @@ class Group final : public c10d::Backend {
 };
 }  // namespace
 
-intrusive_ptr<c10d::Backend> make_group(intrusive_ptr<c10d::Backend> gloo, int rank, int size) {
+intrusive_ptr<Backend> make_group(intrusive_ptr<Backend> gloo, int rank, int size) {
   return c10::make_intrusive<Group>(std::move(gloo), rank, size);
 }
 

@@ -1,6 +1,4 @@
 // Streams, events, host waits and errors.
-#include "stream.h"
-
 #include <ATen/Parallel.h>
 #include <Python.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -10,15 +8,13 @@
 #include <thread>
 #include <vector>
 
-#include "memory.h"
+#include "device.h"
 
 extern "C" void omp_set_num_threads(int) __attribute__((weak));
 
 namespace pretend {
 
 namespace {
-std::atomic<int> default_delay_us{0}, other_delay_us{0};
-std::atomic<bool> blocking{false}, stopping{false};
 std::mutex error_mutex;
 std::string error;
 std::function<void(const char*)> wait_callback;
@@ -30,28 +26,15 @@ int64_t& current_stream_number(int device) {
   return stream_now[device];
 }
 
-// The GIL, if this thread has it, is free while the thread waits: the monitor must run.
-struct WithoutGil {
-  PyThreadState* state = nullptr;
-  WithoutGil() {
-    if (Py_IsInitialized() && PyGILState_Check()) state = PyEval_SaveThread();
-  }
-  ~WithoutGil() {
-    if (state) PyEval_RestoreThread(state);
-  }
-};
-
-std::vector<std::unique_ptr<Queue>>& all_queues() {
-  // Never freed: threads use them until the process has ended.
-  static auto* all = [] {
-    auto* made = new std::vector<std::unique_ptr<Queue>>();
-    for (int device = 0; device < num_devices(); ++device)
-      for (int64_t number = 0; number < STREAMS; ++number) made->push_back(std::make_unique<Queue>(device, number));
-    return made;
-  }();
-  return *all;
+// A kernel computes in one thread: with more, bits would depend on how many cores the machine has. The first call
+// takes PyTorch's number, which would otherwise overwrite this one later.
+void compute_in_one_thread() {
+  at::get_num_threads();
+  if (omp_set_num_threads) omp_set_num_threads(1);
 }
 }  // namespace
+
+Order order;
 
 int num_devices() {
   static const int number = [] {
@@ -70,73 +53,22 @@ void set_current_device(int device) {
 
 int index_of(c10::Device device) { return device.has_index() ? device.index() : device_now; }
 
-// Markers.
-
-void Marker::reach() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    reached_ = true;
-    when_ = std::chrono::steady_clock::now();
-  }
-  changed_.notify_all();
-}
-
-void Marker::wait() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [&] { return reached_; });
-}
-
-bool Marker::is_reached() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return reached_;
-}
-
-std::chrono::steady_clock::time_point Marker::when() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return when_;
-}
-
 // Queues.
 
-Queue::Queue(int device, int64_t number) : device_(device), number_(number) {}
-
 void Queue::push(std::function<void()> task) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    tasks_.push_back(std::move(task));
-    if (!started_) {
-      started_ = true;
-      std::thread([this] { work(); }).detach();
-    }
-  }
-  changed_.notify_one();
-}
-
-void Queue::work() {
-  // A kernel computes in one thread: with more, bits would depend on how many cores the machine has. The first call
-  // takes PyTorch's number, which would otherwise overwrite this one later.
-  at::get_num_threads();
-  if (omp_set_num_threads) omp_set_num_threads(1);
-  std::mt19937 random(device_ * STREAMS + number_);
-  while (true) {
-    std::function<void()> task;
-    {
-      std::unique_lock<std::mutex> lock(mutex_);
-      busy_ = false;
-      changed_.wait(lock, [&] { return !tasks_.empty(); });
-      busy_ = true;
-      task = std::move(tasks_.front());
-      tasks_.pop_front();
-    }
-    int delay = number_ == 0 ? default_delay_us : other_delay_us;
-    if (delay) std::this_thread::sleep_for(std::chrono::microseconds(delay / 2 + random() % delay));
-    if (stopping) return;
+  std::call_once(started_, [this] { thread_ = std::make_unique<c10::ThreadPool>(1, -1, compute_in_one_thread); });
+  ++unfinished_;
+  thread_->run([this, task = std::move(task)] {
+    int delay = number == 0 ? order.default_delay_us : order.other_delay_us;
+    if (delay) std::this_thread::sleep_for(std::chrono::microseconds(delay / 2 + random_() % delay));
+    while (order.stopped) std::this_thread::sleep_for(std::chrono::hours(1));
     try {
       task();
     } catch (const std::exception& failure) {
       fail(failure);
     }
-  }
+    --unfinished_;
+  });
 }
 
 std::shared_ptr<Marker> Queue::mark() {
@@ -149,17 +81,21 @@ void Queue::wait(std::shared_ptr<Marker> mark) {
   push([mark] { mark->wait(); });
 }
 
-bool Queue::is_idle() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return tasks_.empty() && !busy_;
+Queue& queue_of(int device, int64_t stream) {
+  // Never freed: threads use them until the process has ended.
+  static auto* all = [] {
+    auto* made = new std::vector<std::unique_ptr<Queue>>();
+    for (int device = 0; device < num_devices(); ++device)
+      for (int64_t number = 0; number < STREAMS; ++number) made->push_back(std::make_unique<Queue>(device, number));
+    return made;
+  }();
+  return *all->at(device * STREAMS + stream);
 }
-
-Queue& queue_of(int device, int64_t stream) { return *all_queues().at(device * STREAMS + stream); }
 
 Queue& current_queue(int device) { return queue_of(device, current_stream_number(device)); }
 
 c10::Stream stream_of(const Queue& queue) {
-  return c10::Stream(c10::Stream::UNSAFE, c10::Device(TYPE, queue.device()), queue.number());
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(TYPE, queue.device), queue.number);
 }
 
 c10::Stream new_stream(int device) {
@@ -167,30 +103,20 @@ c10::Stream new_stream(int device) {
   return stream_of(queue_of(device, 1 + made++ % (STREAMS - 1)));
 }
 
-void set_delays(int default_stream_us, int other_streams_us) {
-  default_delay_us = default_stream_us;
-  other_delay_us = other_streams_us;
-}
-
-void set_blocking(bool value) { blocking = value; }
-
-bool is_blocking() { return blocking; }
-
 // Host waits.
 
 void on_host_wait(std::function<void(const char*)> callback) { wait_callback = std::move(callback); }
 
-static void count_host_wait(const char* reason) {
-  if (wait_callback) wait_callback(reason);
-}
-
 void wait_silently(const std::shared_ptr<Marker>& mark) {
-  WithoutGil free;
+  // The GIL, if this thread has it, is free meanwhile: the monitor must run.
+  bool has_gil = Py_IsInitialized() && PyGILState_Check();
+  auto* state = has_gil ? PyEval_SaveThread() : nullptr;
   mark->wait();
+  if (has_gil) PyEval_RestoreThread(state);
 }
 
-void host_waits(const std::shared_ptr<Marker>& mark, const char* reason) {
-  count_host_wait(reason);
+void host_waits(std::shared_ptr<Marker> mark, const char* reason) {
+  if (wait_callback) wait_callback(reason);
   wait_silently(mark);
   raise_if_failed();
 }
@@ -198,7 +124,7 @@ void host_waits(const std::shared_ptr<Marker>& mark, const char* reason) {
 void host_waits(Queue& queue, const char* reason) { host_waits(queue.mark(), reason); }
 
 void host_waits_for_device(int device, const char* reason) {
-  count_host_wait(reason);
+  if (wait_callback) wait_callback(reason);
   for (int64_t number = 0; number < STREAMS; ++number) {
     auto& queue = queue_of(device, number);
     if (!queue.is_idle()) wait_silently(queue.mark());
@@ -223,14 +149,12 @@ void raise_if_failed() {
   TORCH_CHECK(error.empty(), "pretend: the device has failed, and all work on it: ", error);
 }
 
-void stop_streams() { stopping = true; }
-
 // What PyTorch asks of a device: the current one, its streams, and events.
 
 namespace {
-struct Event {
-  std::shared_ptr<Marker> mark;
-};
+using Event = std::shared_ptr<Marker>;  // one that was never recorded is null, and nothing to wait for, as on CUDA
+
+const Event& mark_of(void* event) { return *static_cast<Event*>(event); }
 
 Queue& queue_of(const c10::Stream& stream) { return pretend::queue_of(stream.device_index(), stream.id()); }
 
@@ -241,12 +165,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return TYPE; }
   c10::DeviceIndex deviceCount() const noexcept override { return num_devices(); }
   c10::Device getDevice() const override { return c10::Device(TYPE, device_now); }
-  void uncheckedSetDevice(c10::Device device) const noexcept override {
-    if (device.has_index()) device_now = device.index();
-  }
-  void setDevice(c10::Device device) const override {
-    if (device.has_index()) set_current_device(device.index());
-  }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { device_now = index_of(device); }
+  void setDevice(c10::Device device) const override { set_current_device(index_of(device)); }
   c10::Device exchangeDevice(c10::Device device) const override {
     auto before = getDevice();
     setDevice(device);
@@ -262,9 +182,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return new_stream(index_of(device));
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
-    auto& number = current_stream_number(stream.device_index());
-    auto before = stream_of(pretend::queue_of(stream.device_index(), number));
-    number = stream.id();
+    auto before = getStream(stream.device());
+    current_stream_number(stream.device_index()) = stream.id();
     return before;
   }
   bool queryStream(const c10::Stream& stream) const override { return queue_of(stream).is_idle(); }
@@ -277,25 +196,23 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (!*event) *event = new Event();
-    static_cast<Event*>(*event)->mark = queue_of(stream).mark();
+    *static_cast<Event*>(*event) = queue_of(stream).mark();
   }
   void block(void* event, const c10::Stream& stream) const override {
-    // One that was never recorded is nothing to wait for, as on CUDA.
-    if (event && static_cast<Event*>(event)->mark) queue_of(stream).wait(static_cast<Event*>(event)->mark);
+    if (event) queue_of(stream).wait(mark_of(event));
   }
   bool queryEvent(void* event) const override {
     raise_if_failed();
-    return !event || !static_cast<Event*>(event)->mark || static_cast<Event*>(event)->mark->is_reached();
+    return !event || mark_of(event)->is_reached();
   }
   void synchronizeEvent(void* event) const override {
-    if (event && static_cast<Event*>(event)->mark)
-      host_waits(std::shared_ptr<Marker>(static_cast<Event*>(event)->mark), "event.synchronize");
+    if (event) host_waits(mark_of(event), "event.synchronize");
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
-    auto begin = static_cast<Event*>(from)->mark, end = static_cast<Event*>(to)->mark;
+    auto &begin = mark_of(from), &end = mark_of(to);
     TORCH_CHECK(begin->is_reached() && end->is_reached(), "both events must have been reached");
     return std::chrono::duration<double, std::milli>(end->when() - begin->when()).count();
   }

@@ -231,7 +231,7 @@ def test_work_is_begun_and_finished_on_the_stream_that_asked_for_it(gpu: StandIn
             on_done=lambda work: None,
         )
 
-    with accelerator.on_stream(accelerator.new_stream(GPU)):
+    with accelerator.on_stream(torch.Stream(GPU)):
         first = work(1, None)
         second = work(2, first)
     done |= {1, 2}

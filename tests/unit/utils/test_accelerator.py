@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import re
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,10 +28,11 @@ from hvd_trainer.utils import accelerator, rng
 from hvd_trainer.utils.threads import start_thread
 
 GPU = torch.device("cuda", 0)
+PACKAGE = Path(accelerator.__file__).parents[1]
 
 
 class Driver:
-    """Stands for `torch.cuda` or `torch.xpu` on a machine with some devices, and records what it is asked for."""
+    """Stands for `torch.cuda` or `torch.xpu`, and parts of `torch.accelerator`; records what it is asked for."""
 
     def __init__(self, kind: str = "cuda", devices: int = 2) -> None:
         self.kind, self.devices = kind, devices
@@ -48,10 +51,12 @@ class Driver:
     def device_count(self) -> int:
         return self.devices
 
-    def current_device(self) -> int:
+    def current_device_index(self) -> int:
         return 0
 
-    def set_device(self, device: torch.device) -> None:
+    current_device = current_device_index
+
+    def set_device_index(self, device: torch.device) -> None:
         self.calls.append(("set_device", device.index))
 
     def synchronize(self, device: torch.device) -> None:
@@ -73,6 +78,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 def install(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Driver:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device(driver.kind))
     monkeypatch.setattr(torch, "get_device_module", lambda _: driver)
+    for name in ("current_device_index", "set_device_index", "synchronize"):
+        monkeypatch.setattr(torch.accelerator, name, getattr(driver, name))
     return driver
 
 
@@ -323,8 +330,7 @@ def asked_of_a_module() -> set[str]:
     """Return the attributes that accelerator.py uses of `torch.cuda` and `torch.xpu` alike."""
     nodes = list(ast.walk(ast.parse(inspect.getsource(accelerator))))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
-    getters = ("_module", "torch.get_device_module")
-    modules = {ast.unparse(call) for call in calls if ast.unparse(call.func) in getters}
+    modules = {ast.unparse(call) for call in calls if ast.unparse(call.func) == "torch.get_device_module"}
     assigned = [node for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.value) in modules]
     modules |= {ast.unparse(target) for node in assigned for target in node.targets}
     return {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules}
@@ -334,5 +340,12 @@ def asked_of_a_module() -> set[str]:
 def test_device_modules_have_all_attributes_in_use(module: Any) -> None:
     """CI has no accelerator, and PyTorch's releases differ."""
     asked = asked_of_a_module()
-    assert {"synchronize", "device_count", "stream", "default_generators"} <= asked, "in each of its forms"
+    assert {"is_initialized", "get_device_name", "default_generators"} <= asked, "in each of its forms"
     assert [name for name in sorted(asked) if not hasattr(module, name)] == []
+
+
+def test_torch_accelerator_has_all_attributes_in_use() -> None:
+    sources = [path.read_text() for path in PACKAGE.rglob("*.py")]
+    asked = {name for source in sources for name in re.findall(r"torch\.accelerator\.(\w+)", source)}
+    assert {"synchronize", "current_stream", "memory_allocated"} <= asked
+    assert [name for name in sorted(asked) if not hasattr(torch.accelerator, name)] == []
