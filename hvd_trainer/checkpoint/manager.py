@@ -1,6 +1,6 @@
 """Save and restore one training: checkpoints on the disk, and snapshots in memory.
 
-checkpoints     written by rank 0, for a job that is started again
+checkpoints     written by rank 0, or a part by each rank, for a job that is started again
 snapshots       on every rank in elastic mode, for ranks that continue with fewer or with new ones
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ import torch
 from hvd_trainer.backends import Backend
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.checkpoint.async_writer import AsyncWriter, copy_to_host
+from hvd_trainer.checkpoint.parts import REMEDY
+from hvd_trainer.checkpoint.storage import OpenCheckpoint
+from hvd_trainer.checkpoint.stored import StateReader
 from hvd_trainer.checkpoint.train_state import TrainState
 from hvd_trainer.config.options import SaveOptions
 from hvd_trainer.errors import CheckpointError, OptionError
@@ -54,7 +58,9 @@ class CheckpointManager:
 
     def __post_init__(self) -> None:
         folder = self.log.folder
-        self._writer = AsyncWriter(None if folder is None else folder / "checkpoints", self.options)
+        checkpoints = None if folder is None else folder / "checkpoints"
+        session = self.backend.session if self.state.parts.is_sharded else None
+        self._writer = AsyncWriter(checkpoints, self.options, session, self.snapshot.fit)
 
     def restore(self, *, seed: int, is_over: Callable[[], bool]) -> bool:
         """Restore the newest state in memory or on the disk, or seed the random state of a new run. A collective.
@@ -75,14 +81,14 @@ class CheckpointManager:
             loaded = self._from_disk()
         # From here on dropout differs between ranks, and not between engines.
         torch.manual_seed(seed + 1 + self.backend.world.rank)
-        said = list(loaded.notes)
-        if loaded.state is not None:
-            said += self.state.restore(loaded.state, self.options.resume_partial)
+        said, opened = list(loaded.notes), loaded.opened
+        if opened is not None:
+            said += self.state.restore(opened.state(), self._reader(opened), self.options.resume_partial)
             if self.snapshot.state is not None:
                 self.snapshot.step = self.progress.step
             said.append(f"at epoch {self.progress.epoch + 1}, after {self.progress.step:,} steps")
         if from_disk:
-            self._refuse_newer_elsewhere(-1 if loaded.state is None else self.progress.step)
+            self._refuse_newer_elsewhere(-1 if opened is None else self.progress.step)
         for line in said:
             self.log.info(f"resume   {line}")
         self.log.open_at(
@@ -92,7 +98,12 @@ class CheckpointManager:
             finished=is_over(),
             names=self._in_this_fit(self.backend.session.job.names),
         )
-        return loaded.state is not None
+        return opened is not None
+
+    def _reader(self, opened: OpenCheckpoint) -> StateReader:
+        """Return what reads on each rank the rows that it needs, or on rank 0 for all."""
+        is_alone = self.state.parts.is_sharded or self.backend.world.size == 1
+        return StateReader(opened.files, None if is_alone else self.backend.collectives)
 
     def _from_memory(self) -> storage.LoadedCheckpoint | None:
         """Return the newest snapshot of any rank; None without elastic mode, and at its start. A collective."""
@@ -113,40 +124,79 @@ class CheckpointManager:
         holder = steps.index(newest)
         held = snapshot.state if self.backend.world.rank == holder else None
         snapshot.state = self.backend.collectives.broadcast_object(held, holder)
-        # A copy, or training would change the snapshot.
-        state = copy_to_host(snapshot.state)
-        return storage.LoadedCheckpoint(
-            state, continues_run=True, notes=["from the memory of the ranks that were here"]
-        )
+        notes = ["from the memory of the ranks that were here"]
+        return storage.LoadedCheckpoint(self._open_snapshot(), continues_run=True, notes=notes)
+
+    def _open_snapshot(self) -> OpenCheckpoint:
+        """Return the snapshot as an open checkpoint.
+
+        Training must not change it: model and optimizer copy what is in theirs, and the rest is copied here.
+        """
+        tree, tensors = storage.flatten_state(self.snapshot.state)
+        later = storage.READ_LATER
+        return OpenCheckpoint(tree, {k: t if k.startswith(later) else t.clone() for k, t in tensors.items()})
 
     def _from_disk(self) -> storage.LoadedCheckpoint:
-        """Return the checkpoint that rank 0 reads for all. A collective."""
+        """Return the checkpoint that rank 0 has chosen. A collective."""
+        is_sharded = self.state.parts.is_sharded
         outcome: dict[str, Any] = {}
+        opened: OpenCheckpoint | None = None
         if self.backend.world.is_first:
+            open_ = self._open_on_all if is_sharded else storage.open_checkpoint
             # A job that is started again resumes its own run, whatever --resume says.
             again = self.log.belongs_to(self._in_this_fit(self.backend.session.job.previous_names))
             if again:
                 self.log.info("restart  this job was started before, and resumes")
             resume = self.options.resume
             try:
-                loaded = storage.restore(self.log.folder, "auto" if again else resume)
-                if again and loaded.state is None and resume != "auto":
-                    loaded = storage.restore(self.log.folder, resume)
-                outcome = loaded._asdict()
+                loaded = storage.restore(self.log.folder, "auto" if again else resume, open_)
+                if again and loaded.opened is None and resume != "auto":
+                    loaded = storage.restore(self.log.folder, resume, open_)
+                opened, outcome = loaded.opened, loaded._asdict()
+                outcome["opened"] = None if is_sharded or opened is None else opened.describe()
             except CheckpointError as error:
                 outcome = {"error": str(error)}
+        if is_sharded:
+            opened = self._open_with_first(opened)
         outcome = self.backend.collectives.broadcast_object(outcome)
         if "error" in outcome:
             raise CheckpointError(outcome["error"])
-        loaded = storage.LoadedCheckpoint(**outcome)
-        if (
-            self.backend.session.driver is not None
-            and loaded.state is not None
-            and not self.options.resume_partial
-        ):
+        if (described := outcome.pop("opened")) is not None and opened is None:
+            opened = OpenCheckpoint.of_description(described)
+        if self.backend.session.driver is not None and opened is not None and not self.options.resume_partial:
             # A snapshot taken now would lack what the metrics of the running epoch have gathered.
-            self.snapshot.state = copy_to_host(loaded.state)
-        return loaded
+            self.snapshot.state = self._reader(opened).load(opened.state())
+            opened = self._open_snapshot()
+        return storage.LoadedCheckpoint(opened, **outcome)
+
+    def _open_on_all(self, path: Path) -> OpenCheckpoint:
+        """Open a checkpoint on rank 0 and on all that are in `_open_with_first`; each verifies some files.
+
+        Raises:
+            CheckpointError: one of them cannot.
+        """
+        self.backend.collectives.broadcast_object(str(path))
+        return self._open(path)
+
+    def _open_with_first(self, opened: OpenCheckpoint | None) -> OpenCheckpoint | None:
+        """Open what rank 0 opens, until it is done; return the last one. A collective."""
+        while path := self.backend.collectives.broadcast_object(""):
+            with suppress(CheckpointError):  # rank 0 has it, too
+                opened = self._open(Path(path))
+        return opened
+
+    def _open(self, path: Path) -> OpenCheckpoint:
+        world, peers, error = self.backend.world, self.backend.session.peers, ""
+        try:
+            opened = storage.open_checkpoint(path, slice(world.rank, None, world.size))
+        except CheckpointError as refused:
+            error = str(refused)
+        errors = self.backend.collectives.all_gather_object(error)
+        for rank, text in enumerate(errors):
+            if text:
+                elsewhere = peers[rank].host != peers[0].host
+                raise CheckpointError(f"On {peers[rank].host}: {text}. {REMEDY}" if elsewhere else text)
+        return opened
 
     def _refuse_newer_elsewhere(self, step: int) -> None:
         """Refuse newer checkpoints on another node. A collective.

@@ -30,6 +30,11 @@ NATIVE = (
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
 )
 """Types that safetensors both writes and reads; tensors of others, such as complex128, are kept as their bytes."""
+CODES = {
+    TensorSpec(dtype=str(dtype).removeprefix("torch."), shape=[0], data_ptr=0, data_len=0).dtype: dtype
+    for dtype in NATIVE
+}
+"""What safetensors calls them in its files."""
 SEQUENCES: dict[Any, str] = {tuple: "$tuple", set: "$set", torch.Size: "$size"}
 MAPPINGS: dict[Any, str] = {dict: "$dict", OrderedDict: "$ordered_dict", Counter: "$counter"}
 MAKERS: Mapping[str, Callable[[Any], Any]] = {
@@ -140,14 +145,14 @@ def describe(tensor: Tensor) -> list[Any]:
     return [_name(tensor.dtype), *tensor.shape]
 
 
-def empty(description: Sequence[Any]) -> Tensor:
-    """Return a tensor on the host of a type and shape from `describe`.
+def empty(description: Sequence[Any], device: str = "cpu") -> Tensor:
+    """Return a tensor of a type and shape from `describe`.
 
     Raises:
         TypeError, ValueError, RuntimeError: it is none.
     """
     dtype, *shape = description
-    return torch.empty(shape, dtype=_dtype(dtype))
+    return torch.empty(shape, dtype=_dtype(dtype), device=device)
 
 
 def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from peak_memory import PeakMemory
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 from trainings import StopAfter, StoppedError, options_of
 
 from hvd_trainer import TensorData, Trainer, accuracy
+from hvd_trainer.checkpoint.manager import CheckpointManager
 from hvd_trainer.data import DataShard
+from hvd_trainer.utils.tensors import local_rows, tensors_in
 
 NUM, GLOBAL_BATCH, EPOCHS = 108, 16, 3  # 7 steps per epoch, the last one short
 ODD = 107  # and one sample is trained on twice, or in a stream left out
@@ -178,6 +183,61 @@ def interrupted_and_not(backend: str, folder: str) -> tuple[int, dict[str, tuple
         found[name] = whole, resumed
         rank = whole["rank"]
     return rank, found
+
+
+WIDTH = 2830
+"""Of a block of 32 MB."""
+
+
+class Wide(nn.Module):
+    """A model of 160 MB in 5 blocks, beside a frozen tensor of so many numbers."""
+
+    def __init__(self, frozen: int, value: float) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5)))
+        self.frozen = nn.Parameter(torch.full((frozen,), value), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs.repeat(1, WIDTH))[:, :2]
+
+
+def memory_of_resumes(
+    backend: str, folder: str, shards: list[str], frozen: int = 2
+) -> tuple[int, dict[str, tuple[int, int]]]:
+    """Train a step and resume after it, with each `--shard`; return the bytes of its state and its peak."""
+    data = TensorData(torch.ones(2, 1), torch.zeros(2).long())
+    measured, rank = {}, 0
+    for shard in shards:
+        for value, resume in ((1.0, "none"), (0.0, "auto")):
+            chosen = {"shard": shard, "log_dir": str(Path(folder) / shard), "resume": resume}
+            options = options_of(backend, epochs=1, batch_size=1, save_every_s=None, **chosen)
+            with Trainer(options) as trainer, peak_of_restore() as peak:
+                rank = trainer.world.rank
+                model = Wide(frozen, value)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+                trainer.fit(model, optimizer, nn.functional.cross_entropy, data)
+            own = [local_rows(tensor)[0] for tensor in tensors_in([model.state_dict(), dict(optimizer.state)])]
+            assert local_rows(model.frozen)[0].eq(1).all(), "as it was saved"
+            measured[shard] = sum(tensor.nbytes for tensor in own), peak[0]
+            del model, optimizer, own
+    return rank, measured
+
+
+@contextmanager
+def peak_of_restore() -> Iterator[list[int]]:
+    """Yield a list for the peak of this process's memory in `restore`, less what there is now, in bytes."""
+    result, restore = [0], CheckpointManager.restore
+
+    def measured(manager: CheckpointManager, **how: Any) -> bool:
+        with PeakMemory() as peak:
+            is_restored = restore(manager, **how)
+        result[0] = peak.before_bytes + peak.grown_bytes - outside.before_bytes
+        return is_restored
+
+    gc.collect()
+    with PeakMemory() as outside, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointManager, "restore", measured)
+        yield result
 
 
 def first_part(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
