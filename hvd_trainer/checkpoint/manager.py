@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,7 +82,7 @@ class CheckpointManager:
         torch.manual_seed(seed + 1 + self.backend.world.rank)
         said, opened = list(loaded.notes), loaded.opened
         if opened is not None:
-            said += self.state.restore(opened.state(), self._reader(opened), self.options.resume_partial)
+            said += self.state.restore(opened.state(), self._reader, self.options.resume_partial)
             if self.snapshot.state is not None:
                 self.snapshot.step = self.progress.step
             said.append(f"at epoch {self.progress.epoch + 1}, after {self.progress.step:,} steps")
@@ -100,10 +99,10 @@ class CheckpointManager:
         )
         return opened is not None
 
-    def _reader(self, opened: OpenCheckpoint) -> StateReader:
-        """Return what reads on each rank the rows that it needs, or on rank 0 for all."""
+    @property
+    def _reader(self) -> StateReader:
         is_alone = self.state.parts.is_sharded or self.backend.world.size == 1
-        return StateReader(opened.files, None if is_alone else self.backend.collectives)
+        return StateReader(None if is_alone else self.backend.collectives)
 
     def _from_memory(self) -> storage.LoadedCheckpoint | None:
         """Return the newest snapshot of any rank; None without elastic mode, and at its start. A collective."""
@@ -138,65 +137,44 @@ class CheckpointManager:
 
     def _from_disk(self) -> storage.LoadedCheckpoint:
         """Return the checkpoint that rank 0 has chosen. A collective."""
-        is_sharded = self.state.parts.is_sharded
         outcome: dict[str, Any] = {}
-        opened: OpenCheckpoint | None = None
         if self.backend.world.is_first:
-            open_ = self._open_on_all if is_sharded else storage.open_checkpoint
             # A job that is started again resumes its own run, whatever --resume says.
             again = self.log.belongs_to(self._in_this_fit(self.backend.session.job.previous_names))
             if again:
                 self.log.info("restart  this job was started before, and resumes")
             resume = self.options.resume
             try:
-                loaded = storage.restore(self.log.folder, "auto" if again else resume, open_)
+                loaded = storage.restore(self.log.folder, "auto" if again else resume)
                 if again and loaded.opened is None and resume != "auto":
-                    loaded = storage.restore(self.log.folder, resume, open_)
-                opened, outcome = loaded.opened, loaded._asdict()
-                outcome["opened"] = None if is_sharded or opened is None else opened.describe()
+                    loaded = storage.restore(self.log.folder, resume)
+                outcome = loaded._asdict()
+                if loaded.opened is not None:
+                    outcome["opened"] = loaded.opened.describe()
             except CheckpointError as error:
                 outcome = {"error": str(error)}
-        if is_sharded:
-            opened = self._open_with_first(opened)
         outcome = self.backend.collectives.broadcast_object(outcome)
         if "error" in outcome:
             raise CheckpointError(outcome["error"])
-        if (described := outcome.pop("opened")) is not None and opened is None:
-            opened = OpenCheckpoint.of_description(described)
+        described = outcome.pop("opened")
+        opened = None if described is None else OpenCheckpoint.of_description(described)
+        if opened is not None and self.state.parts.is_sharded:
+            self._refuse_missing_files(opened)
         if self.backend.session.driver is not None and opened is not None and not self.options.resume_partial:
             # A snapshot taken now would lack what the metrics of the running epoch have gathered.
-            self.snapshot.state = self._reader(opened).load(opened.state())
+            self.snapshot.state = self._reader.load(opened.state())
             opened = self._open_snapshot()
         return storage.LoadedCheckpoint(opened, **outcome)
 
-    def _open_on_all(self, path: Path) -> OpenCheckpoint:
-        """Open a checkpoint on rank 0 and on all that are in `_open_with_first`; each verifies some files.
+    def _refuse_missing_files(self, opened: OpenCheckpoint) -> None:
+        """Refuse a checkpoint that another host does not have, if its ranks are to read from it. A collective.
 
         Raises:
-            CheckpointError: one of them cannot.
+            CheckpointError: there is a file that a rank does not see; on all ranks.
         """
-        self.backend.collectives.broadcast_object(str(path))
-        return self._open(path)
-
-    def _open_with_first(self, opened: OpenCheckpoint | None) -> OpenCheckpoint | None:
-        """Open what rank 0 opens, until it is done; return the last one. A collective."""
-        while path := self.backend.collectives.broadcast_object(""):
-            with suppress(CheckpointError):  # rank 0 has it, too
-                opened = self._open(Path(path))
-        return opened
-
-    def _open(self, path: Path) -> OpenCheckpoint:
-        world, peers, error = self.backend.world, self.backend.session.peers, ""
-        try:
-            opened = storage.open_checkpoint(path, slice(world.rank, None, world.size))
-        except CheckpointError as refused:
-            error = str(refused)
-        errors = self.backend.collectives.all_gather_object(error)
-        for rank, text in enumerate(errors):
-            if text:
-                elsewhere = peers[rank].host != peers[0].host
-                raise CheckpointError(f"On {peers[rank].host}: {text}. {REMEDY}" if elsewhere else text)
-        return opened
+        for rank, file in enumerate(self.backend.collectives.all_gather_object(opened.find_missing())):
+            if file:
+                raise CheckpointError(f"{file} is not on {self.backend.session.peers[rank].host}. {REMEDY}")
 
     def _refuse_newer_elsewhere(self, step: int) -> None:
         """Refuse newer checkpoints on another node. A collective.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from hvd_trainer.checkpoint.storage import FileChecksum, flatten_state, write_te
 from hvd_trainer.errors import CheckpointError, first_line
 
 PART = "state-{:05d}.safetensors"
-CHECK_S = 1.0
-"""How often a rank that waits for another one asks whether it is still to wait."""
+CHECK_S = 0.05
+"""How often a rank that waits for another one looks for its report."""
 REMEDY = (
     "With --stages and --shard each rank saves and reads its own part: name a --log-dir that all hosts share, or "
     "leave these options out"
@@ -51,8 +50,7 @@ class CheckpointParts:
 
     def __init__(self, session: Session, number: str, given_up: threading.Event) -> None:
         self._world, self._hosts = session.world, [peer.host for peer in session.peers]
-        # While one thread waits, others that share its connection do.
-        self._store = dist.PrefixStore(f"checkpoint/{number}", session.store.clone())
+        self._store = dist.PrefixStore(f"checkpoint/{number}", session.store)
         self._given_up = given_up
 
     def announce(self, folder: Path | None) -> None:
@@ -81,7 +79,7 @@ class CheckpointParts:
         try:
             tree, tensors = flatten_state(state)
             return Report(tree=tree, tensors=write_tensors(folder / own, tensors) if tensors else None)
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError, CheckpointError) as error:
             return Report(error=f"{own} cannot be written on {host}: {first_line(error)}")
 
     def collect(self, folder: Path, tree: Any) -> tuple[Any, dict[str, FileChecksum]]:
@@ -105,14 +103,12 @@ class CheckpointParts:
             self._store.delete_key(str(rank))
         return tree, checksums
 
-    def _wait(self, key: str) -> bytes:
-        while True:
-            try:
-                self._store.wait([key], timedelta(seconds=CHECK_S))
-                return bytes(self._store.get(key))
-            except dist.DistStoreError:
-                if self._given_up.is_set():
-                    raise CheckpointError("another rank did not write its part before the job ended") from None
+    def _wait(self, key: str) -> str:
+        # `Store.wait` keeps a connection that other threads need, and warns each time that it is interrupted.
+        while not self._store.check([key]):
+            if self._given_up.wait(CHECK_S) and not self._store.check([key]):
+                raise CheckpointError("another rank did not write its part before the job ended")
+        return self._store.get(key).decode()
 
 
 def merge_trees(one: Any, other: Any) -> Any:

@@ -19,7 +19,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple, Protocol
@@ -29,7 +29,7 @@ from msgspec import Meta, Struct
 from safetensors import SafetensorError, serialize_file
 from torch import Tensor
 
-from hvd_trainer.checkpoint.stored import AnyTensor, StateReader, StoredTensor, TensorFiles
+from hvd_trainer.checkpoint.stored import AnyTensor, StateReader, StoredTensor, stored_tensors
 from hvd_trainer.config.stop_condition import is_better_lower
 from hvd_trainer.errors import CheckpointError, first_line
 from hvd_trainer.utils.files import UNREADABLE, atomic_write, open_regular, read_regular
@@ -202,8 +202,6 @@ class OpenCheckpoint:
 
     tree: Any
     tensors: Mapping[str, AnyTensor]
-    files: TensorFiles | None = None
-    """None if another rank has read it"""
 
     def state(self) -> dict[str, Any]:
         """Return the state, with a `StoredTensor` for what is not in memory.
@@ -222,37 +220,44 @@ class OpenCheckpoint:
         return {
             "tree": to_json(self.tree),
             "tensors": {name: tensor for name, tensor in self.tensors.items() if name not in stored},
-            "stored": {name: describe(tensor.like) for name, tensor in stored.items()},
+            "stored": {name: (describe(tensor.like), tensor.places) for name, tensor in stored.items()},
         }
 
     @classmethod
     def of_description(cls, described: Mapping[str, Any]) -> OpenCheckpoint:
         """Return an open checkpoint that another rank has described."""
-        stored = {name: StoredTensor(name, empty(like, "meta")) for name, like in described["stored"].items()}
+        stored = {
+            n: StoredTensor(empty(like, "meta"), places) for n, (like, places) in described["stored"].items()
+        }
         return cls(json.loads(described["tree"]), described["tensors"] | stored)
 
+    def find_missing(self) -> str:
+        """Return the first file that this rank does not see, or nothing."""
+        stored = (tensor for tensor in self.tensors.values() if isinstance(tensor, StoredTensor))
+        files = sorted({file for tensor in stored for file, _, _ in tensor.places})
+        return next((file for file in files if not Path(file).is_file()), "")
 
-def open_checkpoint(path: Path, verified: slice = slice(None)) -> OpenCheckpoint:
+
+def open_checkpoint(path: Path) -> OpenCheckpoint:
     """Open one checkpoint; no content of it can run code, or take more memory than the files have bytes.
-
-    Args:
-        verified: of which files the contents are compared with the checksums, if other ranks verify the others.
 
     Raises:
         CheckpointError: it is missing, torn, changed, or of another kind.
     """
     manifest = read_manifest(path)
     try:
-        for number, (name, expected) in enumerate(manifest.files.items()):
+        for name, expected in manifest.files.items():
             with open_regular(path / name) as file:
-                size, is_verified = os.fstat(file.fileno()).st_size, number in range(len(manifest.files))[verified]
-                if size != expected.bytes or (is_verified and _checksum(file) != expected):
+                if os.fstat(file.fileno()).st_size != expected.bytes or _checksum(file) != expected:
                     raise CheckpointError(f"{path} is damaged: {name} is not what its manifest says.")
-        files = TensorFiles([path / name for name in manifest.files if name != TREE])
-        later = {name: tensor for name, tensor in files.tensors.items() if _is_read_later(tensor)}
-        now = {name: tensor for name, tensor in files.tensors.items() if name not in later}
+        stored = stored_tensors(path.absolute() / name for name in manifest.files if name != TREE)
+        now = {
+            name: tensor
+            for name, tensor in stored.items()
+            if tensor.like.nbytes <= MAX_READ_BYTES or not name.startswith(READ_LATER)
+        }
         tree = json.loads(read_regular(path / TREE, manifest.tree.bytes))
-        opened = OpenCheckpoint(tree, later | StateReader(files).load(now), files)
+        opened = OpenCheckpoint(tree, stored | StateReader().load(now))
         opened.state()
     except (*UNREADABLE, SafetensorError) as error:
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
@@ -260,14 +265,9 @@ def open_checkpoint(path: Path, verified: slice = slice(None)) -> OpenCheckpoint
     return opened
 
 
-def _is_read_later(tensor: StoredTensor) -> bool:
-    return tensor.name.startswith(READ_LATER) and tensor.like.nbytes > MAX_READ_BYTES
-
-
 def load(path: Path) -> dict[str, Any]:
     """Read one checkpoint as a whole; errors as of `open_checkpoint`."""
-    opened = open_checkpoint(path)
-    state: dict[str, Any] = StateReader(opened.files).load(opened.state())
+    state: dict[str, Any] = StateReader().load(open_checkpoint(path).state())
     return state
 
 
@@ -338,14 +338,11 @@ class LoadedCheckpoint(NamedTuple):
     """lines for the log: from where it is, and which newer ones were refused"""
 
 
-def restore(
-    log_folder: Path | None, resume: str, open_: Callable[[Path], OpenCheckpoint] = open_checkpoint
-) -> LoadedCheckpoint:
+def restore(log_folder: Path | None, resume: str) -> LoadedCheckpoint:
     """Open the newest valid checkpoint that `--resume` allows.
 
     Args:
         resume: none, auto, or the path of a checkpoint, or of a folder with checkpoints.
-        open_: opens one, or raises a `CheckpointError`.
 
     Raises:
         CheckpointError: a path was given, or there are checkpoints, and none is valid.
@@ -358,7 +355,7 @@ def restore(
             f"{place} is not a checkpoint: there is no such folder. Name a checkpoint or a log folder"
         )
     if resume != "auto" and ((place / MANIFEST).exists() or (place / TENSORS).exists()):
-        return LoadedCheckpoint(open_(place), _is_in(place, log_folder), [f"from {place}"])
+        return LoadedCheckpoint(open_checkpoint(place), _is_in(place, log_folder), [f"from {place}"])
     folder = place / "checkpoints"
     if resume != "auto" and not folder.is_dir():
         folder = place
@@ -366,7 +363,7 @@ def restore(
     for _, path in checkpoints:
         try:
             notes = [*(f"not from this one: {error}" for error in refused), f"from {path}"]
-            return LoadedCheckpoint(open_(path), _is_in(path, log_folder), notes)
+            return LoadedCheckpoint(open_checkpoint(path), _is_in(path, log_folder), notes)
         except CheckpointError as error:
             refused.append(error)
     if refused or resume != "auto":

@@ -7,10 +7,10 @@ state-00001.safetensors        b[3:6]   c   a tensor in several files is their r
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -30,9 +30,10 @@ from hvd_trainer.utils.tensors import as_bytes, local_rows
 class StoredTensor:
     """A tensor in a checkpoint's files. It may be permuted and viewed, as `unflatten` does."""
 
-    name: str
     like: Tensor
     """on the meta device, with its type, shape and strides"""
+    places: Sequence[tuple[str, int, int]]
+    """file, first byte and number of bytes of its rows, in their order"""
 
     def permute(self, order: Sequence[int]) -> StoredTensor:
         return replace(self, like=self.like.permute(order))
@@ -40,75 +41,51 @@ class StoredTensor:
     def view(self, kind: Any) -> StoredTensor:
         return replace(self, like=self.like.view(kind))
 
+    def read(self, target: Tensor, first: int) -> None:
+        """Fill a tensor of bytes (flat, on any device) with those from number `first` on.
+
+        Raises:
+            CheckpointError, OSError: they cannot be read.
+        """
+        for file, offset, length in self.places:
+            part, target = target.tensor_split([max(0, min(len(target), length - first))])
+            if len(part):
+                _read(Path(file), offset + first, part)
+            first = max(0, first - length)
+
 
 AnyTensor = Tensor | StoredTensor
 
 
-class Place(NamedTuple):
-    """Where the bytes of a tensor, or of some of its rows, are."""
-
-    file: Path
-    offset: int
-    bytes: int
-
-
-class TensorFiles:
-    """The tensors in the safetensors files of one checkpoint.
-
-    Args:
-        files: in the order of the rows.
-
-    Attributes:
-        tensors: by name.
+def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint by name, given its files in the order of the rows.
 
     Raises:
         SafetensorError, ValueError, OSError, LookupError: a file cannot be read, or does not fit the others.
     """
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._places: dict[str, list[Place]] = {}
-        self.tensors: dict[str, StoredTensor] = {}
-        for file in files:
-            for name, (shape, dtype, place) in _read_header(file).items():
-                before = self.tensors.get(name)
-                if before is not None:
-                    rows, *row = before.like.shape
-                    if [dtype, *shape[1:]] != [before.like.dtype, *row]:
-                        raise ValueError(f"{name} has rows of several kinds")
-                    shape[0] += rows
-                self.tensors[name] = StoredTensor(name, torch.empty(shape, dtype=dtype, device="meta"))
-                self._places.setdefault(name, []).append(place)
-
-    def read(self, name: str, target: Tensor, start: int) -> None:
-        """Fill a tensor of bytes (flat, on any device) with those of a stored tensor from number `start` on.
-
-        Raises:
-            CheckpointError: the files have fewer.
-            OSError: one cannot be read.
-        """
-        first, left = start, target
-        for file, offset, length in self._places[name]:
-            part, left = left.split([size := max(0, min(len(left), length - first)), len(left) - size])
-            if size:
-                _read(file, offset + first, part)
-            first = max(0, first - length)
-        if len(left):
-            raise CheckpointError(f"{name} in {self._places[name][0].file.parent} has too few bytes")
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        start, header = _read_header(file)
+        for name, entry in header.items():
+            shape, dtype, places = entry["shape"], CODES[entry["dtype"]], []
+            if name in tensors:
+                before, places = tensors[name].like, [*tensors[name].places]
+                if [dtype, *shape[1:]] != [before.dtype, *before.shape[1:]] or not shape or not before.dim():
+                    raise ValueError(f"{name} has rows of several kinds")
+                shape[0] += len(before)
+            begin, end = entry["data_offsets"]
+            like = torch.empty(shape, dtype=dtype, device="meta")
+            tensors[name] = StoredTensor(like, [*places, (str(file), start + begin, end - begin)])
+    return tensors
 
 
-def _read_header(file: Path) -> dict[str, tuple[list[int], torch.dtype, Place]]:
-    """Return shape, type and place of each tensor in a safetensors file."""
-    with open_regular(file), safe_open(file, "pt", backend="pread"):
-        pass  # which refuses all headers that do not fit the file
-    with open_regular(file) as opened:
+def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Return where the tensors of a safetensors file begin, and its entry for each."""
+    with open_regular(file) as opened, safe_open(file, "pt", backend="pread"):  # refuses headers that do not fit
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(size))
     header.pop("__metadata__", None)
-    return {
-        name: (entry["shape"], CODES[entry["dtype"]], Place(file, 8 + size + begin, end - begin))
-        for name, entry in header.items()
-        for begin, end in [entry["data_offsets"]]
-    }
+    return 8 + size, header
 
 
 def _read(file: Path, offset: int, target: Tensor) -> None:
@@ -123,22 +100,24 @@ def _read(file: Path, offset: int, target: Tensor) -> None:
 
 
 class StateReader:
-    """Fills tensors with those of a checkpoint: each rank reads what it needs, or rank 0 reads and sends.
+    """Fills tensors with those of a checkpoint.
 
     Args:
-        files: None on ranks that only receive.
-        collectives: by which rank 0 sends; None: each rank reads.
+        collectives: by which rank 0 sends what it reads for all; None: each rank reads what it needs.
     """
 
-    def __init__(self, files: TensorFiles | None, collectives: Collectives | None = None) -> None:
-        self._files, self._collectives = files, collectives
+    def __init__(self, collectives: Collectives | None = None) -> None:
+        self._collectives = collectives
 
     def load(self, value: Any) -> Any:
         """Return a nested value with new tensors in host memory. A collective, if rank 0 sends."""
         pairs: list[tuple[AnyTensor, Tensor]] = []
-        loaded = tree_map_only(
-            (Tensor, StoredTensor), lambda saved: pairs.append((saved, new_like(saved))) or pairs[-1][1], value
-        )
+
+        def allocate(saved: AnyTensor) -> Tensor:
+            pairs.append((saved, new_like(saved)))
+            return pairs[-1][1]
+
+        loaded = tree_map_only((Tensor, StoredTensor), allocate, value)
         self.fill(pairs)
         return loaded
 
@@ -147,58 +126,45 @@ class StateReader:
 
         Beside them it takes memory for a piece, or for a tensor whose order in memory is another one.
         """
-        batch: list[_Landing] = []
+        batch: list[tuple[StoredTensor, Tensor, int, Tensor | None]] = []
         room = PIECE_BYTES
         for saved, target in pairs:
             part, first = local_rows(target.detach())
             if isinstance(saved, Tensor):
                 part.copy_(_rows(saved, first, part))
-            else:
-                batch.append(_Landing(saved, part, first))
-                room -= batch[-1].bytes.nbytes
+                continue
+            is_alike = saved.like.is_contiguous() and part.is_contiguous() and saved.like.dtype == part.dtype
+            batch.append((saved, part, first, None if is_alike else new_like(saved)))
+            room -= part.nbytes
             if room <= 0:
                 self._fill(batch)
                 batch, room = [], PIECE_BYTES
         self._fill(batch)
 
-    def _fill(self, batch: Sequence[_Landing]) -> None:
-        if self._files is not None:
-            for landing in batch:
-                self._files.read(landing.name, landing.bytes, landing.start)
-        if self._collectives is not None:
-            self._collectives.broadcast_tensors([landing.bytes for landing in batch])
-        for landing in batch:
-            landing.finish()
-
-
-class _Landing:
-    """The bytes that a stored tensor is read into: those of its target, or of a copy in the order of the file."""
-
-    def __init__(self, saved: StoredTensor, target: Tensor, first_row: int) -> None:
-        self.name, self._target, self._first_row, self._copy = saved.name, target, first_row, None
-        like = saved.like
-        if like.is_contiguous() and target.is_contiguous() and like.dtype == target.dtype:
-            self.bytes = as_bytes(target)
-            self.start = first_row * (target.nbytes // max(1, len(target)) if target.dim() else 0)
-        else:
-            self._copy = new_like(saved)
-            self.bytes = torch.empty(0, dtype=torch.uint8).set_(self._copy.untyped_storage())
-            self.start = 0
-
-    def finish(self) -> None:
-        if self._copy is not None:
-            self._target.copy_(_rows(self._copy, self._first_row, self._target))
+    def _fill(self, batch: Sequence[tuple[StoredTensor, Tensor, int, Tensor | None]]) -> None:
+        pieces = [as_bytes(part) if copy is None else _memory_of(copy) for _, part, _, copy in batch]
+        if self._collectives is None or self._collectives.world.is_first:
+            for piece, (saved, part, first, copy) in zip(pieces, batch, strict=True):
+                row = part.nbytes // max(1, len(part)) if part.dim() else 0
+                saved.read(piece, first * row if copy is None else 0)
+        if self._collectives is not None and pieces:
+            self._collectives.broadcast_tensors(pieces)
+        for _, part, first, copy in batch:
+            if copy is not None:
+                part.copy_(_rows(copy, first, part))
 
 
 def new_like(saved: AnyTensor, parameter: Tensor | None = None) -> Tensor:
-    """Return a new tensor for a saved one: as a parameter if that has its shape, else in host memory.
-
-    That is sharded as the parameter is, and on its device.
-    """
+    """Return a new tensor for a saved one: sharded and placed as a parameter of its shape, else on the host."""
     like = saved if isinstance(saved, Tensor) else saved.like
     if parameter is not None and like.dim() and like.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=like.dtype, requires_grad=False)
     return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor in their order in memory."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def _rows(whole: Tensor, first: int, target: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     restored = storage.restore(None, options.checkpoint)
     assert restored.opened is not None
     try:
-        export_tensors(StateReader(restored.opened.files).load(restored.opened.state()["model"]), options.file)
+        export_tensors(StateReader().load(restored.opened.state()["model"]), options.file)
     except (OSError, KeyError) as error:
         raise CheckpointError(f"{options.file} cannot be written: {error}") from error
     print("\n".join([*restored.notes, f"weights are in {options.file}"]))
