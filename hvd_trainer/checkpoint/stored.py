@@ -36,7 +36,7 @@ class StoredTensor:
     """file, first byte and number of bytes of its rows, in their order"""
 
     def permute(self, order: Sequence[int]) -> StoredTensor:
-        return replace(self, like=self.like.permute(order))
+        return replace(self, like=self.like.permute(list(order)))
 
     def view(self, kind: Any) -> StoredTensor:
         return replace(self, like=self.like.view(kind))
@@ -93,7 +93,7 @@ def _read(file: Path, offset: int, target: Tensor) -> None:
         opened.seek(offset)
         for piece in target.split(PIECE_BYTES):
             on_host = piece if accelerator.is_host(piece.device) else torch.empty_like(piece, device="cpu")
-            if opened.readinto(memoryview(on_host.numpy())) != len(piece):
+            if opened.readinto(on_host.numpy().data) != len(piece):
                 raise CheckpointError(f"{file} is shorter than it was a moment ago")
             if on_host is not piece:
                 piece.copy_(on_host)

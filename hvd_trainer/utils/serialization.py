@@ -75,7 +75,7 @@ def flatten(value: Any) -> tuple[Any, dict[str, Tensor]]:
         raise TypeError("it is nested too deeply, or contains itself") from error
 
 
-def unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+def unflatten(tree: Any, tensors: Mapping[str, Any]) -> Any:
     """Return the value that `flatten` has split.
 
     Raises:
@@ -226,7 +226,7 @@ def _flatten_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> An
     return reference
 
 
-def _unflatten(tree: Any, left: dict[str, Tensor]) -> Any:
+def _unflatten(tree: Any, left: dict[str, Any]) -> Any:
     """Build a value; take each tensor that it refers to out of `left`, for it may have no second place."""
     if isinstance(tree, list):
         return [item if type(item) in PLAIN else _unflatten(item, left) for item in tree]
