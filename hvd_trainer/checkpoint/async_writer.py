@@ -25,6 +25,8 @@ from hvd_trainer.utils.serialization import unflatten
 
 ALIGNED_BYTES = 64
 """Each tensor begins at a multiple of this, which is a multiple of the size of every type."""
+MAX_WAIT_S = 30.0
+"""How long a rank that ends waits for the parts of others, one of which may have failed."""
 MAX_SINGLE_BLOCK_BYTES = 2**26
 """Up to so many bytes in all, tensors are in one block of page-locked memory."""
 
@@ -66,9 +68,11 @@ class AsyncWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait for what is being written, but not for other ranks; `wait` has raised its errors."""
-        self._given_up.set()
+        """Wait for what is being written, for other ranks' parts only so long; `wait` has raised its errors."""
+        limit = threading.Timer(MAX_WAIT_S, self._given_up.set)
+        limit.start()
         self._writer.shutdown()
+        limit.cancel()
 
     @property
     def is_overdue(self) -> bool:
