@@ -190,10 +190,11 @@ class TrainState:
             pairs.append((tensor, new_like(tensor, parameter)))
             return pairs[-1][1]
 
-        state = {}
-        for number, parameter in enumerate(parameters_of(optimizer)):
-            if number in saved["state"] and self.parts.owns(parameter):
-                state[number] = tree_map_only((torch.Tensor, StoredTensor), allocate, saved["state"][number])
+        state, parameters = {}, dict(enumerate(parameters_of(optimizer)))
+        for number, values in saved["state"].items():
+            parameter = parameters.get(number)
+            if parameter is not None and self.parts.owns(parameter):
+                state[number] = tree_map_only((torch.Tensor, StoredTensor), allocate, values)
         reader.fill(pairs)
         load_in_place(optimizer, {**saved, "state": state})
 
