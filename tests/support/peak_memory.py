@@ -10,18 +10,17 @@ class PeakMemory:
     """Measure by how much resident memory grows inside a `with` block at most, as Linux counts it.
 
     Attributes:
-        before_bytes: what was resident at the beginning.
         grown_bytes: the peak inside the block, less what was there at its beginning.
     """
 
     def __enter__(self) -> PeakMemory:
         ctypes.CDLL(None).malloc_trim(0)  # or new tensors would take memory that is counted already
         Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
-        self.before_bytes = _resident_bytes("VmRSS")
+        self._before = _resident_bytes("VmRSS")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.grown_bytes = _resident_bytes("VmHWM") - self.before_bytes
+        self.grown_bytes = _resident_bytes("VmHWM") - self._before
 
 
 def _resident_bytes(name: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -204,40 +204,41 @@ class Wide(nn.Module):
 def memory_of_resumes(
     backend: str, folder: str, shards: list[str], frozen: int = 2
 ) -> tuple[int, dict[str, tuple[int, int]]]:
-    """Train a step and resume after it, with each `--shard`; return the bytes of its state and its peak."""
+    """Train a step and resume after it, with each `--shard`; return its state and its peak in a rank, in bytes.
+
+    The peak is that of the model before, and of what restoring takes; buffers of gradients are not part of it.
+    """
     data = TensorData(torch.ones(2, 1), torch.zeros(2).long())
-    measured, rank = {}, 0
+    measured, rank, restore = {}, 0, CheckpointManager.restore
+
+    def measure(manager: CheckpointManager, **how: Any) -> bool:
+        own = manager.state.model, manager.state.others["optimizer"].state
+        before = own_bytes(*own)
+        with PeakMemory() as peak:
+            is_restored = restore(manager, **how)
+        if is_restored:
+            assert local_rows(own[0].frozen)[0].eq(1).all(), "as it was saved"
+            measured[shard] = own_bytes(*own), before + peak.grown_bytes
+        return is_restored
+
     for shard in shards:
         for value, resume in ((1.0, "none"), (0.0, "auto")):
             chosen = {"shard": shard, "log_dir": str(Path(folder) / shard), "resume": resume}
             options = options_of(backend, epochs=1, batch_size=1, save_every_s=None, **chosen)
-            with Trainer(options) as trainer, peak_of_restore() as peak:
+            with Trainer(options) as trainer, pytest.MonkeyPatch.context() as patch:
                 rank = trainer.world.rank
+                patch.setattr(CheckpointManager, "restore", measure)
                 model = Wide(frozen, value)
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
                 trainer.fit(model, optimizer, nn.functional.cross_entropy, data)
-            own = [local_rows(tensor)[0] for tensor in tensors_in([model.state_dict(), dict(optimizer.state)])]
-            assert local_rows(model.frozen)[0].eq(1).all(), "as it was saved"
-            measured[shard] = sum(tensor.nbytes for tensor in own), peak[0]
-            del model, optimizer, own
+            del model, optimizer
+            gc.collect()
     return rank, measured
 
 
-@contextmanager
-def peak_of_restore() -> Iterator[list[int]]:
-    """Yield a list for the peak of this process's memory in `restore`, less what there is now, in bytes."""
-    result, restore = [0], CheckpointManager.restore
-
-    def measured(manager: CheckpointManager, **how: Any) -> bool:
-        with PeakMemory() as peak:
-            is_restored = restore(manager, **how)
-        result[0] = peak.before_bytes + peak.grown_bytes - outside.before_bytes
-        return is_restored
-
-    gc.collect()
-    with PeakMemory() as outside, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointManager, "restore", measured)
-        yield result
+def own_bytes(model: nn.Module, state: Any) -> int:
+    """Return the bytes of a model and its optimizer's state in this rank."""
+    return sum(local_rows(tensor)[0].nbytes for tensor in tensors_in([model.state_dict(), dict(state)]))
 
 
 def first_part(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
