@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -111,6 +110,11 @@ class Collectives(ABC):
         received: T = decode_object(header, move)
         return received
 
+    def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Fill contiguous tensors with those of rank 0, in pieces, whatever device they are on."""
+        with self._waiting():
+            exchange(tensors, functools.partial(self._broadcast, source=0), receives=not self.world.is_first)
+
     def tree_sum(self, tensor: Tensor) -> Tensor:
         """Return the ranks' sum of a flat tensor, added in the same order on every engine: a binary tree.
 
@@ -181,31 +185,6 @@ class Collectives(ABC):
         views = [tensor.view_as(tensor) for tensor in tensors if accelerator.is_host(tensor.device)]
         if views:
             self._kept_alive.append(views)
-
-
-def gather_object(value: T, group: dist.ProcessGroup) -> list[T] | None:
-    """Return the values of a torch.distributed group's ranks on its first, None on others. A collective.
-
-    Args:
-        value: as in `Collectives.all_gather_object`, and so are the errors; only the first rank raises them.
-    """
-    first, rank = dist.get_global_rank(group, 0), dist.get_rank(group)
-    if rank > 0:
-        header, tensors = encode_object(value)
-        send = functools.partial(dist.send, dst=first, group=group)
-        send(torch.tensor([len(header)]))
-        send(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        exchange(tensors, send, receives=False)
-        return None
-    values = [value]
-    for source in dist.get_process_group_ranks(group)[1:]:
-        receive = functools.partial(dist.recv, src=source, group=group)
-        length = torch.zeros(1, dtype=torch.int64)
-        receive(length)
-        message = torch.empty(int(length), dtype=torch.uint8)
-        receive(message)
-        values.append(decode_object(message, receive))
-    return values
 
 
 def encode_object(value: Any) -> tuple[bytes, list[Tensor]]:

@@ -6,6 +6,7 @@ writer              |      | write, sync, rename, remove old ones |
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,25 +16,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvd_trainer.backends.session import Session
 from hvd_trainer.checkpoint import storage
+from hvd_trainer.checkpoint.parts import CheckpointParts
 from hvd_trainer.config.options import SaveOptions
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.serialization import unflatten
 
 ALIGNED_BYTES = 64
 """Each tensor begins at a multiple of this, which is a multiple of the size of every type."""
+MAX_WAIT_S = 30.0
+"""How long a rank that ends waits for the parts of others, one of which may have failed."""
 MAX_SINGLE_BLOCK_BYTES = 2**26
 """Up to so many bytes in all, tensors are in one block of page-locked memory."""
 
 
 class AsyncWriter:
-    """Writes rank 0's checkpoints; on other ranks it only tells when one is due.
+    """Writes checkpoints: rank 0, and each rank its part if they have shards or stages; and tells when one is due.
 
     Use it as a context manager: it removes what killed saves have left, and waits on exit for the last save.
 
     Args:
         folder: the run's `checkpoints` folder; None on other ranks than 0 and without --log-dir.
         options: when to save and what to keep.
+        session: in which each rank writes a part; None: rank 0 writes all.
+        fit: number of the training among those of the session.
 
     Attributes:
         stalled_s: seconds for which saves have stopped the training on this rank.
@@ -43,8 +50,11 @@ class AsyncWriter:
         CheckpointError: on entry, if what killed saves have left cannot be removed.
     """
 
-    def __init__(self, folder: Path | None, options: SaveOptions) -> None:
+    def __init__(
+        self, folder: Path | None, options: SaveOptions, session: Session | None = None, fit: int = 0
+    ) -> None:
         self._folder, self._options = folder, options
+        self._session, self._fit, self._given_up = session, fit, threading.Event()
         self._writer = ThreadPoolExecutor(1, "checkpoint-writer")
         self._writing: Future[None] | None = None
         self._memory = PinnedMemory()
@@ -58,8 +68,11 @@ class AsyncWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait for what is being written; `wait` has raised its errors."""
+        """Wait for what is being written, for other ranks' parts only so long; `wait` has raised its errors."""
+        limit = threading.Timer(MAX_WAIT_S, self._given_up.set)
+        limit.start()
         self._writer.shutdown()
+        limit.cancel()
 
     @property
     def is_overdue(self) -> bool:
@@ -86,14 +99,15 @@ class AsyncWriter:
 
         Args:
             began: time at which training stopped for this save, by `time.perf_counter`.
+            state: what this rank writes; None: nothing.
 
         Raises:
             CheckpointError: the previous save could not be written, or the state holds what a checkpoint cannot.
         """
         self.wait()  # the new copy takes the memory of the previous one
-        if self._folder is not None and state is not None:
+        if state is not None and (self._folder is not None or self._session is not None):
             copied = copy_to_host(state, self._memory)
-            self._writing = self._writer.submit(self._write, copied, step, epoch, dict(figures))
+            self._writing = self._writer.submit(self._write, self.saves, copied, step, epoch, dict(figures))
         self._last = time.monotonic()
         self.saves += 1
         self.stalled_s += time.perf_counter() - began
@@ -108,10 +122,17 @@ class AsyncWriter:
         if writing is not None:
             writing.result()
 
-    def _write(self, state: Mapping[str, Any], step: int, epoch: int, figures: Mapping[str, float]) -> None:
-        assert self._folder is not None
-        storage.save(self._folder, state, step=step, epoch=epoch, figures=figures)
-        storage.prune(self._folder, keep=self._options.keep, best=self._options.keep_best)
+    def _write(
+        self, number: int, state: Mapping[str, Any], step: int, epoch: int, figures: Mapping[str, float]
+    ) -> None:
+        parts = None
+        if self._session is not None:
+            parts = CheckpointParts(self._session, f"{self._fit}.{number}", self._given_up)
+        if self._folder is not None:
+            storage.save(self._folder, state, step=step, epoch=epoch, figures=figures, others=parts)
+            storage.prune(self._folder, keep=self._options.keep, best=self._options.keep_best)
+        elif parts is not None:
+            parts.write(state)
 
 
 class PinnedMemory:

@@ -1,6 +1,6 @@
 """Save and restore one training: checkpoints on the disk, and snapshots in memory.
 
-checkpoints     written by rank 0, for a job that is started again
+checkpoints     written by rank 0, or a part by each rank, for a job that is started again
 snapshots       on every rank in elastic mode, for ranks that continue with fewer or with new ones
 """
 
@@ -17,6 +17,9 @@ import torch
 from hvd_trainer.backends import Backend
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.checkpoint.async_writer import AsyncWriter, copy_to_host
+from hvd_trainer.checkpoint.parts import REMEDY
+from hvd_trainer.checkpoint.storage import OpenCheckpoint
+from hvd_trainer.checkpoint.stored import StateReader
 from hvd_trainer.checkpoint.train_state import TrainState
 from hvd_trainer.config.options import SaveOptions
 from hvd_trainer.errors import CheckpointError, OptionError
@@ -54,7 +57,9 @@ class CheckpointManager:
 
     def __post_init__(self) -> None:
         folder = self.log.folder
-        self._writer = AsyncWriter(None if folder is None else folder / "checkpoints", self.options)
+        checkpoints = None if folder is None else folder / "checkpoints"
+        session = self.backend.session if self.state.parts.is_sharded else None
+        self._writer = AsyncWriter(checkpoints, self.options, session, self.snapshot.fit)
 
     def restore(self, *, seed: int, is_over: Callable[[], bool]) -> bool:
         """Restore the newest state in memory or on the disk, or seed the random state of a new run. A collective.
@@ -75,14 +80,14 @@ class CheckpointManager:
             loaded = self._from_disk()
         # From here on dropout differs between ranks, and not between engines.
         torch.manual_seed(seed + 1 + self.backend.world.rank)
-        said = list(loaded.notes)
-        if loaded.state is not None:
-            said += self.state.restore(loaded.state, self.options.resume_partial)
+        said, opened = list(loaded.notes), loaded.opened
+        if opened is not None:
+            said += self.state.restore(opened.state(), self._reader, self.options.resume_partial)
             if self.snapshot.state is not None:
                 self.snapshot.step = self.progress.step
             said.append(f"at epoch {self.progress.epoch + 1}, after {self.progress.step:,} steps")
         if from_disk:
-            self._refuse_newer_elsewhere(-1 if loaded.state is None else self.progress.step)
+            self._refuse_newer_elsewhere(-1 if opened is None else self.progress.step)
         for line in said:
             self.log.info(f"resume   {line}")
         self.log.open_at(
@@ -92,7 +97,12 @@ class CheckpointManager:
             finished=is_over(),
             names=self._in_this_fit(self.backend.session.job.names),
         )
-        return loaded.state is not None
+        return opened is not None
+
+    @property
+    def _reader(self) -> StateReader:
+        is_alone = self.state.parts.is_sharded or self.backend.world.size == 1
+        return StateReader(None if is_alone else self.backend.collectives)
 
     def _from_memory(self) -> storage.LoadedCheckpoint | None:
         """Return the newest snapshot of any rank; None without elastic mode, and at its start. A collective."""
@@ -113,14 +123,20 @@ class CheckpointManager:
         holder = steps.index(newest)
         held = snapshot.state if self.backend.world.rank == holder else None
         snapshot.state = self.backend.collectives.broadcast_object(held, holder)
-        # A copy, or training would change the snapshot.
-        state = copy_to_host(snapshot.state)
-        return storage.LoadedCheckpoint(
-            state, continues_run=True, notes=["from the memory of the ranks that were here"]
-        )
+        notes = ["from the memory of the ranks that were here"]
+        return storage.LoadedCheckpoint(self._open_snapshot(), continues_run=True, notes=notes)
+
+    def _open_snapshot(self) -> OpenCheckpoint:
+        """Return the snapshot as an open checkpoint.
+
+        Training must not change it: model and optimizer copy what is in theirs, and the rest is copied here.
+        """
+        tree, tensors = storage.flatten_state(self.snapshot.state)
+        later = storage.READ_LATER
+        return OpenCheckpoint(tree, {k: t if k.startswith(later) else t.clone() for k, t in tensors.items()})
 
     def _from_disk(self) -> storage.LoadedCheckpoint:
-        """Return the checkpoint that rank 0 reads for all. A collective."""
+        """Return the checkpoint that rank 0 has chosen. A collective."""
         outcome: dict[str, Any] = {}
         if self.backend.world.is_first:
             # A job that is started again resumes its own run, whatever --resume says.
@@ -130,23 +146,35 @@ class CheckpointManager:
             resume = self.options.resume
             try:
                 loaded = storage.restore(self.log.folder, "auto" if again else resume)
-                if again and loaded.state is None and resume != "auto":
+                if again and loaded.opened is None and resume != "auto":
                     loaded = storage.restore(self.log.folder, resume)
                 outcome = loaded._asdict()
+                if loaded.opened is not None:
+                    outcome["opened"] = loaded.opened.describe()
             except CheckpointError as error:
                 outcome = {"error": str(error)}
         outcome = self.backend.collectives.broadcast_object(outcome)
         if "error" in outcome:
             raise CheckpointError(outcome["error"])
-        loaded = storage.LoadedCheckpoint(**outcome)
-        if (
-            self.backend.session.driver is not None
-            and loaded.state is not None
-            and not self.options.resume_partial
-        ):
+        described = outcome.pop("opened")
+        opened = None if described is None else OpenCheckpoint.of_description(described)
+        if opened is not None and self.state.parts.is_sharded:
+            self._refuse_missing_files(opened)
+        if self.backend.session.driver is not None and opened is not None and not self.options.resume_partial:
             # A snapshot taken now would lack what the metrics of the running epoch have gathered.
-            self.snapshot.state = copy_to_host(loaded.state)
-        return loaded
+            self.snapshot.state = self._reader.load(opened.state())
+            opened = self._open_snapshot()
+        return storage.LoadedCheckpoint(opened, **outcome)
+
+    def _refuse_missing_files(self, opened: OpenCheckpoint) -> None:
+        """Refuse a checkpoint that another host does not have, if its ranks are to read from it. A collective.
+
+        Raises:
+            CheckpointError: there is a file that a rank does not see; on all ranks.
+        """
+        for rank, file in enumerate(self.backend.collectives.all_gather_object(opened.find_missing())):
+            if file:
+                raise CheckpointError(f"{file} is not on {self.backend.session.peers[rank].host}. {REMEDY}")
 
     def _refuse_newer_elsewhere(self, step: int) -> None:
         """Refuse newer checkpoints on another node. A collective.

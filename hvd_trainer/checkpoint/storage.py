@@ -1,9 +1,10 @@
 """Checkpoints on the disk: whole or not there, whatever stops the process while it writes one.
 
 checkpoints/.step-000000235.4711/   written here, each file synced to the disk
-    state.safetensors               the tensors of what to resume from
+    state.safetensors               the tensors of what to resume from, as far as rank 0 has them
+    state-00001.safetensors         those of rank 1, if ranks have shards or stages: see parts.py
     state.json                      all else, and where each tensor belongs in it: see utils/serialization.py
-    manifest.json                   last: what this is, and the size and SHA-256 of the other two
+    manifest.json                   last: what this is, and the size and SHA-256 of the others
 checkpoints/step-000000235/         renamed to this; no valid manifest, no checkpoint
 
 The marker that is written last is torchsnapshot's protocol. A checkpoint is known by its manifest alone: its
@@ -19,22 +20,29 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta, Struct
 from safetensors import SafetensorError, serialize_file
-from safetensors.torch import load_file
 from torch import Tensor
 
+from hvd_trainer.checkpoint.stored import AnyTensor, StateReader, StoredTensor, stored_tensors
 from hvd_trainer.config.stop_condition import is_better_lower
 from hvd_trainer.errors import CheckpointError, first_line
 from hvd_trainer.utils.files import UNREADABLE, atomic_write, open_regular, read_regular
-from hvd_trainer.utils.serialization import flatten, tensor_specs, to_json, unflatten
+from hvd_trainer.utils.serialization import describe, empty, flatten, tensor_specs, to_json, unflatten
 
 FORMAT = 3
 TENSORS, TREE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
+PartName = Annotated[str, Meta(pattern=r"^state-[0-9]{5}\.safetensors$")]
+"""The number is that of the rank that wrote it."""
+READ_LATER = ("model/", "optimizer/state/")
+"""Beginnings of the names of tensors that are read into those of a model or optimizer, and of no others."""
+MAX_READ_BYTES = 2**12
+"""Up to this size these are read at once, too: one exchange for all is quicker."""
 MAX_MANIFEST_BYTES = 1_000_000
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 """Of steps and all else that is counted; JSON's numbers are exact up to there."""
@@ -63,22 +71,44 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """of state.safetensors"""
     tree: FileChecksum
     """of state.json"""
+    parts: dict[PartName, FileChecksum] = {}
+    """of the other ranks' tensors; empty if rank 0 had all"""
+
+    @property
+    def files(self) -> dict[str, FileChecksum]:
+        """All files but the manifest, those with tensors in the order of ranks."""
+        return {TREE: self.tree, TENSORS: self.tensors, **dict(sorted(self.parts.items()))}
+
+
+class OtherParts(Protocol):
+    """What other ranks write of the same checkpoint; see parts.py."""
+
+    def announce(self, folder: Path | None) -> None: ...
+
+    def collect(self, folder: Path, tree: Any) -> tuple[Any, dict[str, FileChecksum]]: ...
 
 
 def save(
-    folder: Path, state: Mapping[str, Any], *, step: int, epoch: int, figures: Mapping[str, float] | None = None
+    folder: Path,
+    state: Mapping[str, Any],
+    *,
+    step: int,
+    epoch: int,
+    figures: Mapping[str, float] | None = None,
+    others: OtherParts | None = None,
 ) -> Path:
     """Write one checkpoint.
 
     Args:
         state: as for `utils.serialization.flatten`, its tensors on the host. They are written from where they are.
+        others: the parts that other ranks write; None: there are none.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: the disk is full, the folder cannot be written to, or the state holds what a checkpoint
-            cannot; older checkpoints stay.
+        CheckpointError: the disk is full, the folder cannot be written to, a part is missing, or the state holds
+            what a checkpoint cannot; older checkpoints stay.
     """
     name = f"step-{step:09d}"
     temporary = folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}"
@@ -87,30 +117,46 @@ def save(
     try:
         number = 1 + max((manifest.number for manifest, _ in find_checkpoints(folder)[0]), default=-1)
         temporary.mkdir(parents=True)
+        if others is not None:
+            others.announce(temporary)
         # JSON has no number for NaN and infinities: no checkpoint is the best by them.
         finite = {name: float(value) for name, value in (figures or {}).items() if math.isfinite(value)}
-        _write(temporary, tree, tensors, number=number, step=step, epoch=epoch, figures=finite)
+        about = {"number": number, "step": step, "epoch": epoch, "figures": finite}
+        _write(temporary, tree, tensors, others, **about)
         # A run that was taken back to an earlier step comes by the same step again.
         final = folder / (f"{name}.{number}" if (folder / name).exists() else name)
         temporary.rename(final)
         _sync_folder(folder)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError, CheckpointError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        text = f"No checkpoint could be written to {folder / name}: {first_line(error)}."
+        if others is not None:
+            others.announce(None)
+        text = f"No checkpoint could be written to {folder / name}: {first_line(error).removesuffix('.')}."
         raise CheckpointError(f"{text} Older ones are intact." if number else text) from error
     return final
 
 
-def _write(path: Path, tree: Any, tensors: Mapping[str, Tensor], **about: Any) -> None:
+def _write(path: Path, tree: Any, tensors: Mapping[str, Tensor], others: OtherParts | None, **about: Any) -> None:
     """Write the files of a checkpoint into an empty folder, its manifest with all `about` it last."""
-    with atomic_write(path / TENSORS) as file:
-        serialize_file(tensor_specs(tensors), file)
+    written = write_tensors(path / TENSORS, tensors)
+    tree, parts = (tree, {}) if others is None else others.collect(path, tree)
     (path / TREE).write_bytes(to_json(tree))
-    manifest = Manifest(format=FORMAT, tensors=_sync(path / TENSORS), tree=_sync(path / TREE), **about)
+    manifest = Manifest(format=FORMAT, tensors=written, tree=_sync(path / TREE), parts=parts, **about)
     content = msgspec.to_builtins(manifest)
     (path / MANIFEST).write_bytes(msgspec.json.encode(content | {"self": _digest(content)}))
     _sync(path / MANIFEST)
     _sync_folder(path)
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> FileChecksum:
+    """Write contiguous tensors in host memory to a file, and that to the disk.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written.
+    """
+    with atomic_write(file) as temporary:
+        serialize_file(tensor_specs(tensors), temporary)
+    return _sync(file)
 
 
 def flatten_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -150,26 +196,78 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path} is not a whole checkpoint: {MANIFEST}: {error}") from error
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Read one checkpoint; no content of it can run code, or take more memory than the files have bytes.
+@dataclass(frozen=True, eq=False)
+class OpenCheckpoint:
+    """A checkpoint of which all is in memory but the large tensors of model and optimizer."""
+
+    tree: Any
+    tensors: Mapping[str, AnyTensor]
+
+    def state(self) -> dict[str, Any]:
+        """Return the state, with a `StoredTensor` for what is not in memory.
+
+        Raises:
+            LookupError, TypeError, ValueError, RuntimeError, AttributeError: it is none.
+        """
+        state = unflatten(self.tree, self.tensors)
+        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+            raise TypeError("it holds no state by names")
+        return state
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `of_description` makes the same of on another rank, as plain values and small tensors."""
+        stored = {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, StoredTensor)}
+        return {
+            "tree": to_json(self.tree),
+            "tensors": {name: tensor for name, tensor in self.tensors.items() if name not in stored},
+            "stored": {name: (describe(tensor.like), tensor.places) for name, tensor in stored.items()},
+        }
+
+    @classmethod
+    def of_description(cls, described: Mapping[str, Any]) -> OpenCheckpoint:
+        """Return an open checkpoint that another rank has described."""
+        stored = {
+            n: StoredTensor(empty(like, "meta"), places) for n, (like, places) in described["stored"].items()
+        }
+        return cls(json.loads(described["tree"]), described["tensors"] | stored)
+
+    def find_missing(self) -> str:
+        """Return the first file that this rank does not see, or nothing."""
+        stored = (tensor for tensor in self.tensors.values() if isinstance(tensor, StoredTensor))
+        files = sorted({file for tensor in stored for file, _, _ in tensor.places})
+        return next((file for file in files if not Path(file).is_file()), "")
+
+
+def open_checkpoint(path: Path) -> OpenCheckpoint:
+    """Open one checkpoint; no content of it can run code, or take more memory than the files have bytes.
 
     Raises:
         CheckpointError: it is missing, torn, changed, or of another kind.
     """
     manifest = read_manifest(path)
     try:
-        for name, expected in ((TENSORS, manifest.tensors), (TREE, manifest.tree)):
+        for name, expected in manifest.files.items():
             with open_regular(path / name) as file:
                 if os.fstat(file.fileno()).st_size != expected.bytes or _checksum(file) != expected:
                     raise CheckpointError(f"{path} is damaged: {name} is not what its manifest says.")
-        # Not mapped into memory: an optimizer continues with these tensors, and the file may be removed.
-        tensors = load_file(path / TENSORS, backend="pread")
-        state = unflatten(json.loads(read_regular(path / TREE, manifest.tree.bytes)), tensors)
-        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-            raise TypeError("it holds no state by names")
+        stored = stored_tensors(path.absolute() / name for name in manifest.files if name != TREE)
+        now = {
+            name: tensor
+            for name, tensor in stored.items()
+            if tensor.like.nbytes <= MAX_READ_BYTES or not name.startswith(READ_LATER)
+        }
+        tree = json.loads(read_regular(path / TREE, manifest.tree.bytes))
+        opened = OpenCheckpoint(tree, stored | StateReader().load(now))
+        opened.state()
     except (*UNREADABLE, SafetensorError) as error:
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         raise CheckpointError(f"{path} is not a whole checkpoint: its state: {kind}{first_line(error)}") from error
+    return opened
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read one checkpoint as a whole; errors as of `open_checkpoint`."""
+    state: dict[str, Any] = StateReader().load(open_checkpoint(path).state())
     return state
 
 
@@ -230,9 +328,9 @@ def find_best(checkpoints: list[tuple[Manifest, Path]], figure: str) -> Path | N
 
 
 class LoadedCheckpoint(NamedTuple):
-    """The state that a run resumes from, and where it was found."""
+    """What a run resumes from, and where that is."""
 
-    state: dict[str, Any] | None = None
+    opened: OpenCheckpoint | None = None
     """None: from nothing"""
     continues_run: bool = False
     """whether it is a checkpoint of the run in the log folder itself"""
@@ -241,7 +339,7 @@ class LoadedCheckpoint(NamedTuple):
 
 
 def restore(log_folder: Path | None, resume: str) -> LoadedCheckpoint:
-    """Load the newest valid checkpoint that `--resume` allows.
+    """Open the newest valid checkpoint that `--resume` allows.
 
     Args:
         resume: none, auto, or the path of a checkpoint, or of a folder with checkpoints.
@@ -257,7 +355,7 @@ def restore(log_folder: Path | None, resume: str) -> LoadedCheckpoint:
             f"{place} is not a checkpoint: there is no such folder. Name a checkpoint or a log folder"
         )
     if resume != "auto" and ((place / MANIFEST).exists() or (place / TENSORS).exists()):
-        return LoadedCheckpoint(load(place), _is_in(place, log_folder), [f"from {place}"])
+        return LoadedCheckpoint(open_checkpoint(place), _is_in(place, log_folder), [f"from {place}"])
     folder = place / "checkpoints"
     if resume != "auto" and not folder.is_dir():
         folder = place
@@ -265,7 +363,7 @@ def restore(log_folder: Path | None, resume: str) -> LoadedCheckpoint:
     for _, path in checkpoints:
         try:
             notes = [*(f"not from this one: {error}" for error in refused), f"from {path}"]
-            return LoadedCheckpoint(load(path), _is_in(path, log_folder), notes)
+            return LoadedCheckpoint(open_checkpoint(path), _is_in(path, log_folder), notes)
         except CheckpointError as error:
             refused.append(error)
     if refused or resume != "auto":

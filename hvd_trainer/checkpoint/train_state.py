@@ -3,6 +3,7 @@
 State that is equal on all ranks is kept once; state that differs is kept per rank:
 
     model optimizer scheduler scaler progress      rank 0's; batch-norm statistics as their mean
+                                                   if ranks have shards or stages, of these what each has
     data                                           seed and size of the data set: they set the order of its samples
     ranks: random, metrics, buffers                on another number of ranks random numbers are seeded again,
                                                    metrics are added up, and buffers start from their mean
@@ -17,17 +18,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.checkpoint.export import NAME as WEIGHTS
 from hvd_trainer.checkpoint.export import export_tensors, export_weights
+from hvd_trainer.checkpoint.stored import AnyTensor, StateReader, StoredTensor, new_like
 from hvd_trainer.errors import CheckpointError, first_line
 from hvd_trainer.observe.metrics import Meter, check_state, combine_states
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.utils.files import UNREADABLE
 from hvd_trainer.utils.optimizer_state import load_in_place
 from hvd_trainer.utils.rng import check_rng_state, derive_seed, rng_state, seed_all, set_rng_state
-from hvd_trainer.utils.tensors import state_on_this_stage, without_extra_state
+from hvd_trainer.utils.tensors import parameters_of, state_on_this_stage, without_extra_state
 
 MAX_LINES = 20
 """Differences between a checkpoint's model and this one that are listed."""
@@ -45,15 +48,14 @@ class ModelShards(Protocol):
     """The parts of a model and its optimizer that a rank has; see `parallel/placement.py`."""
 
     is_whole: bool
+    is_sharded: bool
     seeds_itself: bool
 
-    def gather_state(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None: ...
+    def own_share(self, state: Mapping[Any, Any], *, of_optimizer: bool = False) -> dict[Any, Any]: ...
 
-    def gather_optimizer_state(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None: ...
+    def gather(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None: ...
 
-    def local_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]: ...
-
-    def local_optimizer_state(self, optimizer: Any, state: Mapping[Any, Any]) -> dict[Any, Any]: ...
+    def owns(self, parameter: torch.Tensor) -> bool: ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -78,6 +80,9 @@ class TrainState:
     def collect(self, meter: Meter | None, *, everywhere: bool = False) -> dict[str, Any] | None:
         """Return the current state on rank 0, or everywhere; else None. A collective.
 
+        If the ranks have shards or stages, each has only its share of model and optimizer, and only these but on
+        rank 0; of a sharded tensor its rows.
+
         The meter is that of the running epoch; None between epochs.
         """
         # At an epoch's end evaluation has made buffers equal, and a mean of equal numbers could round.
@@ -89,13 +94,15 @@ class TrainState:
             own = dict(self.model.named_buffers())
             of_rank["buffers"] = {name: own[name] for name in means}
         ranks = self.backend.collectives.all_gather_object(of_rank)
-        of_stage = state_on_this_stage(self.model)
-        model = self.parts.gather_state({name: means.get(name, value) for name, value in of_stage.items()})
-        if model is not None:
-            model = {name: model[name] for name in self.model.state_dict()}  # in the model's order
+        model = {name: means.get(name, value) for name, value in state_on_this_stage(self.model).items()}
         others = {name: part.state_dict() for name, part in self.others.items()}
-        others["optimizer"]["state"] = self.parts.gather_optimizer_state(others["optimizer"]["state"])
-        if not (everywhere or self.backend.world.is_first):
+        if self.parts.is_sharded:
+            model = self.parts.own_share(model)
+            of_optimizer = self.parts.own_share(others["optimizer"]["state"], of_optimizer=True)
+            if not self.backend.world.is_first:
+                return {"model": model, "optimizer": {"state": of_optimizer}}
+            others["optimizer"] = {**others["optimizer"], "state": of_optimizer}
+        elif not (everywhere or self.backend.world.is_first):
             return None
         return {
             "model": model,
@@ -115,14 +122,15 @@ class TrainState:
         if self.parts.is_whole:
             export_weights(self.model, folder)
             return
-        weights = self.parts.gather_state(state_on_this_stage(self.model))
+        weights = self.parts.gather(state_on_this_stage(self.model))
         if folder is not None and weights is not None:
             export_tensors(weights, folder / WEIGHTS)
 
-    def restore(self, state: Mapping[str, Any], partial: Collection[str] = ()) -> list[str]:
-        """Restore a state, which is the same on all ranks.
+    def restore(self, state: Mapping[str, Any], reader: StateReader, partial: Collection[str] = ()) -> list[str]:
+        """Restore a state, which is the same on all ranks. A collective.
 
         Args:
+            reader: reads the tensors of model and optimizer into theirs.
             partial: parts that may be missing or different, and are then reset: optimizer, scheduler, scaler,
                 random, data.
 
@@ -135,7 +143,7 @@ class TrainState:
         """
         try:
             wrong = self._find_mismatches(state, partial)
-            notes = [] if wrong else self._load(state)
+            notes = [] if wrong else self._load(state, reader)
         except UNREADABLE as error:
             wrong = [f"something in it is not what it should be ({type(error).__name__}: {first_line(error)})"]
         if wrong:
@@ -145,20 +153,17 @@ class TrainState:
             )
         return notes
 
-    def _load(self, state: Mapping[str, Any]) -> list[str]:
+    def _load(self, state: Mapping[str, Any], reader: StateReader) -> list[str]:
         restored, reset = ["model"], []
         # All names and shapes have been compared.
-        self.model.load_state_dict(self.parts.local_model_state(self.model, state["model"]), strict=False)
+        self._load_model(state["model"], reader)
         part: Any
         for name, part in self.others.items():
             if self._fits(state, name):
-                loaded = state[name]
                 if name == "optimizer":
-                    load_in_place(
-                        part, {**loaded, "state": self.parts.local_optimizer_state(part, loaded["state"])}
-                    )
+                    self._load_optimizer(part, state[name], reader)
                 else:
-                    part.load_state_dict(loaded)
+                    part.load_state_dict(state[name])
                 restored.append(name)
             else:
                 reset.append(name)
@@ -170,6 +175,28 @@ class TrainState:
         lines = [f"restored {', '.join(restored)}"]
         lines += [f"reset: {', '.join(reset)}"] if reset else []
         return lines + notes
+
+    def _load_model(self, saved: Mapping[str, Any], reader: StateReader) -> None:
+        own = {name: value for name, value in state_on_this_stage(self.model).items() if name in saved}
+        reader.fill([(saved[name], value) for name, value in own.items() if isinstance(value, torch.Tensor)])
+        others = {name: saved[name] for name, value in own.items() if not isinstance(value, torch.Tensor)}
+        # Most tensors are the model's own, and there is nothing to copy; but a module may give and take others.
+        self.model.load_state_dict(own | reader.load(others), strict=False)
+
+    def _load_optimizer(self, optimizer: Any, saved: Mapping[str, Any], reader: StateReader) -> None:
+        pairs: list[tuple[AnyTensor, torch.Tensor]] = []
+
+        def allocate(tensor: AnyTensor) -> torch.Tensor:
+            pairs.append((tensor, new_like(tensor, parameter)))
+            return pairs[-1][1]
+
+        state, parameters = {}, dict(enumerate(parameters_of(optimizer)))
+        for number, values in saved["state"].items():
+            parameter = parameters.get(number)
+            if parameter is not None and self.parts.owns(parameter):
+                state[number] = tree_map_only((torch.Tensor, StoredTensor), allocate, values)
+        reader.fill(pairs)
+        load_in_place(optimizer, {**saved, "state": state})
 
     def _load_ranks(self, ranks: Sequence[Mapping[str, Any]], restored: list[str], reset: list[str]) -> list[str]:
         """Load the state that is kept per rank; append to `restored` and `reset`, and return further lines."""
@@ -280,6 +307,8 @@ def find_differences(tensors: Mapping[str, Any], saved: Mapping[str, Any]) -> li
 
 
 def _describe(value: Any) -> str:
+    if isinstance(value, StoredTensor):
+        value = value.like
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

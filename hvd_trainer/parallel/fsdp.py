@@ -10,7 +10,7 @@ because each micro-batch needs them. Each parameter is a `DTensor`, whose name a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from hvd_trainer.optim.weights import Share
 from hvd_trainer.parallel.pipeline import StageStep
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.optimizer_state import load_in_place
-from hvd_trainer.utils.tensors import parameters_of
+from hvd_trainer.utils.tensors import local_rows
 
 
 class FSDPShards:
@@ -41,7 +41,6 @@ class FSDPShards:
         self._backend = backend
         self._mesh = DeviceMesh.from_group(backend.group_of(backend.replica_groups), backend.device.type)
         self._policy = gathering_policy(backend.device, precision)
-        self.is_first = backend.replica_group[0] == backend.world.rank
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that is sharded already, or that has nothing to train.
@@ -103,33 +102,10 @@ class FSDPShards:
         first = self._backend.replica_group[0]
         self._backend.collectives.broadcast_to_replicas([(tensor.data, first) for tensor in tensors])
 
-    def gather(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None:
-        """Return whole tensors in host memory on the replica group's first rank, None on others. A collective.
-
-        One tensor at a time is whole on the device.
-        """
-
-        def complete(part: DTensor) -> Tensor:
-            whole = part.full_tensor()
-            return whole.cpu() if self.is_first else torch.empty(0)
-
+    def unshard(self, value: Any) -> Any:
+        """Return a nested value with whole tensors in host memory. A collective."""
         with self._backend.activity.waiting():
-            done: dict[Any, Any] = tree_map_only(DTensor, complete, dict(owned))
-        return done if self.is_first else None
-
-    def shard_optimizer_state(self, optimizer: Optimizer, state: Mapping[int, Any]) -> dict[int, Any]:
-        """Return this rank's shards of an optimizer's state of whole tensors, by the parameters' numbers."""
-        parameters = list(parameters_of(optimizer))
-        return {
-            number: {key: _local_shard(value, parameters[number]) for key, value in own_state.items()}
-            for number, own_state in state.items()
-        }
-
-    def shard_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's shards of a model's state, by name."""
-        return {
-            name: _local_shard(state[name], like) for name, like in model.state_dict().items() if name in state
-        }
+            return tree_map_only(DTensor, lambda part: part.full_tensor().cpu(), value)
 
     def evaluation(self, loader: Loader) -> Iterator[Batch | None]:
         """Yield this rank's batches, then None until no rank has any left: no rank can gather a block alone."""
@@ -194,8 +170,7 @@ def _local_shard(value: Any, like: Any) -> Any:
     """
     if not (isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape):
         return value
-    mesh = like.device_mesh
-    length = -(-len(value) // mesh.size())
-    start = mesh.get_local_rank() * length
-    part = value[start : start + length].to(like.device, copy=True)
-    return DTensor.from_local(part, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    rows, first = local_rows(like)
+    part = value[first : first + len(rows)].to(like.device, copy=True)
+    mesh, shape, stride = like.device_mesh, like.shape, like.stride()
+    return DTensor.from_local(part, mesh, like.placements, run_check=False, shape=shape, stride=stride)

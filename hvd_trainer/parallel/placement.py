@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from hvd_trainer.backends import Backend
-from hvd_trainer.backends.collectives import gather_object
 from hvd_trainer.backends.model_sync import synchronize
 from hvd_trainer.config.options import ParallelOptions, TrainOptions
 from hvd_trainer.data import Batch, DataShard, Loader
@@ -28,13 +27,12 @@ from hvd_trainer.parallel.partition import block_names
 from hvd_trainer.parallel.sharded_optimizer import ShardedOptimizer
 from hvd_trainer.parallel.stage_module import StageModule
 from hvd_trainer.utils.optimizer_state import load_in_place
-from hvd_trainer.utils.tensors import parameters_of, state_on_this_stage
+from hvd_trainer.utils.tensors import parameters_of
 
 if TYPE_CHECKING:
     from hvd_trainer.parallel.fsdp import FSDPShards
 
 K = TypeVar("K")
-V = TypeVar("V")
 
 
 class ModelPlacement:
@@ -47,6 +45,7 @@ class ModelPlacement:
         shard: this rank's shard of the data.
         seeds_itself: whether each step seeds its own random numbers.
         is_whole: whether this rank has the whole model unsharded.
+        is_sharded: whether ranks have different parts of model or optimizer, and save what they have.
 
     Raises:
         OptionError: the options do not fit each other, or the ranks.
@@ -58,7 +57,6 @@ class ModelPlacement:
         self._backend, self._options, self._train = backend, options, train
         self._exchange = exchange and train.reproducible is None
         self._sharded_optimizer: ShardedOptimizer | None = None
-        self._all_ranks: dist.ProcessGroup | None = None
         self._fsdp: FSDPShards | None = None
         self.shard = DataShard(backend.world.rank, backend.world.size)
         self.seeds_itself = options.is_staged or train.reproducible is not None
@@ -67,8 +65,7 @@ class ModelPlacement:
                 "--stages and --shard need the same ranks to the end, and horovodrun's elastic mode changes them. "
                 "Start without --host-discovery-script, or leave them out"
             )
-        if options.shard == "optimizer" and backend.world.size > 1:
-            self._all_ranks = backend.group_of([range(backend.world.size)])
+        self.is_sharded = backend.world.size > 1 and (options.stages > 1 or options.shard != "none")
         if options.shard == "full" and len(backend.replica_group) > 1:
             # Importing DTensor takes half a second, which only this needs.
             from hvd_trainer.parallel.fsdp import FSDPShards
@@ -107,15 +104,20 @@ class ModelPlacement:
             self._fsdp.shard([to_train], blocks, optimizer)
             self._backend.set_parameter_names(model)
             return to_train, optimizer
-        if self._all_ranks is not None:
-            # After an earlier training each rank has only the state of the parameters that it updated.
-            before = optimizer.state_dict()
-            state = self.gather_optimizer_state(before["state"])
-            if state is not None:
-                load_in_place(optimizer, {**before, "state": state})
+        if self.is_sharded and (state := self._whole_state(optimizer)) is not None:
+            load_in_place(optimizer, state)
         prepared = self._backend.prepare(to_train, optimizer, exchange=self._exchange)
         self._shard_optimizer(optimizer)
         return prepared
+
+    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Return an optimizer's state dict of all parameters on rank 0, else None. A collective.
+
+        After an earlier training each rank has only the state of the parameters that it updated.
+        """
+        before = optimizer.state_dict()
+        state = self.gather(before["state"])
+        return None if state is None else {**before, "state": state}
 
     def _blocks_of(self, model: nn.Module) -> nn.Module:
         """Return the module to train with: the model, or its blocks with activation checkpointing."""
@@ -127,20 +129,39 @@ class ModelPlacement:
 
     def _shard_optimizer(self, optimizer: Optimizer) -> None:
         """Let each rank of the replica group update some parameters only, if the options ask for it."""
-        if self._all_ranks is not None:
+        if self.is_sharded and self._options.shard == "optimizer":
             self._sharded_optimizer = ShardedOptimizer(self._backend, optimizer)
             drop_other_state(optimizer, self.owns)
 
-    def local_optimizer_state(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return what this rank needs of an optimizer's state, by the parameters' numbers. A collective."""
-        owned = {number for number, parameter in enumerate(parameters_of(optimizer)) if self.owns(parameter)}
-        kept = {number: values for number, values in state.items() if number in owned}
-        return kept if self._fsdp is None else self._fsdp.shard_optimizer_state(optimizer, kept)
+    def own_share(self, state: Mapping[K, Any], *, of_optimizer: bool = False) -> dict[K, Any]:
+        """Return what this rank saves of model or optimizer: its rows of tensors, and what no other rank saves."""
+        group, rank = self._backend.replica_group, self._backend.world.rank
+        is_first = rank == min(group) or (of_optimizer and self._sharded_optimizer is not None)
+        if self._fsdp is None:
+            return dict(state) if is_first else {}
 
-    def local_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what this rank needs of the model's state, by name. A collective."""
-        kept = {name: state[name] for name in state_on_this_stage(model) if name in state}
-        return kept if self._fsdp is None else self._fsdp.shard_model_state(model, kept)
+        def rows(value: Any) -> Any:
+            return value.to_local() if hasattr(value, "to_local") else value if is_first else None
+
+        share: dict[K, Any] = tree_map(rows, dict(state))
+        return share
+
+    def gather(self, owned: Mapping[K, Any]) -> dict[K, Any] | None:
+        """Return what all ranks have together in rank 0's host memory, else None. A collective.
+
+        One value at a time is sent, from the first rank that has it, and one tensor is whole on the device.
+        """
+        collectives, whole = self._backend.collectives, {}
+        owners: dict[K, int] = {}
+        for rank, keys in enumerate(collectives.all_gather_object(list(owned))):
+            for key in keys:
+                owners.setdefault(key, rank)
+        for key, rank in owners.items():
+            value = owned.get(key) if self._fsdp is None else self._fsdp.unshard(owned.get(key))
+            value = collectives.broadcast_object(value, rank)
+            if self._backend.world.is_first:
+                whole[key] = value
+        return whole if self._backend.world.is_first else None
 
     def evaluation(self, loader: Loader) -> Iterator[Batch | None]:
         """Yield this rank's batches of a test set; None if it has none left but others need it. A collective."""
@@ -160,27 +181,6 @@ class ModelPlacement:
 
         return FSDPStep(replace(parts, eval_model=parts.train_model))
 
-    def gather_state(self, owned: Mapping[K, V]) -> dict[K, V] | None:
-        """Return what the stages of the first replica have together, on rank 0; else None. A collective."""
-        whole = owned if self._fsdp is None else self._fsdp.gather(owned)
-        return None if whole is None else self._gather_stages(whole)
-
-    def _gather_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:
-        """Return what the stages of the first replica have together, given this rank's unsharded tensors."""
-        return dict(owned)
-
-    def gather_optimizer_state(self, owned: Mapping[K, V]) -> dict[K, V] | None:
-        """Return the optimizer's state of all parameters, on rank 0; else None. A collective."""
-        return (
-            self.gather_state(owned) if self._all_ranks is None else self._gather_on_first(owned, self._all_ranks)
-        )
-
-    def _gather_on_first(self, owned: Mapping[K, V], group: dist.ProcessGroup) -> dict[K, V] | None:
-        """Return what the ranks of a group have together, on rank 0 of all; else None."""
-        with self._backend.activity.waiting():
-            everyone = gather_object(dict(owned), group)
-        return None if everyone is None else {key: value for part in everyone for key, value in part.items()}
-
     def figures(self, seconds: float) -> dict[str, float]:
         """Return further figures of an epoch's record. A collective."""
         return {}
@@ -195,7 +195,7 @@ class ModelPlacement:
 
     def close(self) -> None:
         """Drop what holds connections of the engine."""
-        self._all_ranks = self._fsdp = None
+        self._fsdp = None
         if self._sharded_optimizer is not None:
             self._sharded_optimizer.close()
 

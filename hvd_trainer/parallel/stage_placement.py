@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ from hvd_trainer.parallel.grid import make_grid
 from hvd_trainer.parallel.microbatch import slice_samples
 from hvd_trainer.parallel.partition import MB, Partition, block_names, make_partitions
 from hvd_trainer.parallel.pipeline import Runner, SingleStage, StagePipeline, StageStep
-from hvd_trainer.parallel.placement import K, ModelPlacement, V, drop_other_state
+from hvd_trainer.parallel.placement import ModelPlacement, drop_other_state
 from hvd_trainer.parallel.schedule import bubble, check_chunks
 from hvd_trainer.parallel.stage_module import StageModule
 from hvd_trainer.utils import accelerator
@@ -79,10 +79,7 @@ class StagePlacement(ModelPlacement):
         refuse_in_place(model, self.parts)
         if self._fsdp is not None:
             self._fsdp.check(model)
-        # After an earlier training each stage has only the state of its own part.
-        before = optimizer.state_dict()
-        state = self.gather_state(before["state"])
-        synchronize(backend.collectives, model, optimizer, None if state is None else {**before, "state": state})
+        synchronize(backend.collectives, model, optimizer, self._whole_state(optimizer))
         own = range(self.place.stage, len(self.parts), options.stages)
         refuse_missing_blocks(model, [self.parts[number] for number in own])
         for number, part in enumerate(self.parts):
@@ -159,11 +156,6 @@ class StagePlacement(ModelPlacement):
         if options.num_devices > 1:
             return DevicePipeline(list(self._mine.values()), self._backend.session.devices)
         return SingleStage(self._mine[0])
-
-    def _gather_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:
-        if self._group is None:
-            return super()._gather_stages(owned)
-        return None if self.place.replica > 0 else self._gather_on_first(owned, self._group)
 
     def figures(self, seconds: float) -> dict[str, float]:
         """Return the fraction of their time in which stages waited, sent or received. A collective."""

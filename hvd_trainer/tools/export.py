@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.checkpoint.export import export_tensors
+from hvd_trainer.checkpoint.stored import StateReader
 from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import CheckpointError
 from hvd_trainer.utils.text import COMMAND
@@ -34,9 +35,9 @@ def main(argv: Sequence[str]) -> int:
     """
     options = read_words(Options, argv, program=f"{COMMAND} export")
     restored = storage.restore(None, options.checkpoint)
-    assert restored.state is not None
+    assert restored.opened is not None
     try:
-        export_tensors(restored.state["model"], options.file)
+        export_tensors(StateReader().load(restored.opened.state()["model"]), options.file)
     except (OSError, KeyError) as error:
         raise CheckpointError(f"{options.file} cannot be written: {error}") from error
     print("\n".join([*restored.notes, f"weights are in {options.file}"]))

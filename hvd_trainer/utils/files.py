@@ -12,12 +12,12 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 
 @contextmanager
-def open_regular(file: Path) -> Iterator[BinaryIO]:
+def open_regular(file: Path) -> Iterator[BufferedReader]:
     """Open a regular file to read. Reading a pipe would block, and a device may never end.
 
     Raises:

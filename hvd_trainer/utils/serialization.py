@@ -30,6 +30,11 @@ NATIVE = (
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
 )
 """Types that safetensors both writes and reads; tensors of others, such as complex128, are kept as their bytes."""
+CODES = {
+    TensorSpec(dtype=str(dtype).removeprefix("torch."), shape=[0], data_ptr=0, data_len=0).dtype: dtype
+    for dtype in NATIVE
+}
+"""What safetensors calls them in its files."""
 SEQUENCES: dict[Any, str] = {tuple: "$tuple", set: "$set", torch.Size: "$size"}
 MAPPINGS: dict[Any, str] = {dict: "$dict", OrderedDict: "$ordered_dict", Counter: "$counter"}
 MAKERS: Mapping[str, Callable[[Any], Any]] = {
@@ -70,7 +75,7 @@ def flatten(value: Any) -> tuple[Any, dict[str, Tensor]]:
         raise TypeError("it is nested too deeply, or contains itself") from error
 
 
-def unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+def unflatten(tree: Any, tensors: Mapping[str, Any]) -> Any:
     """Return the value that `flatten` has split.
 
     Raises:
@@ -140,14 +145,14 @@ def describe(tensor: Tensor) -> list[Any]:
     return [_name(tensor.dtype), *tensor.shape]
 
 
-def empty(description: Sequence[Any]) -> Tensor:
-    """Return a tensor on the host of a type and shape from `describe`.
+def empty(description: Sequence[Any], device: str = "cpu") -> Tensor:
+    """Return a tensor of a type and shape from `describe`.
 
     Raises:
         TypeError, ValueError, RuntimeError: it is none.
     """
     dtype, *shape = description
-    return torch.empty(shape, dtype=_dtype(dtype))
+    return torch.empty(shape, dtype=_dtype(dtype), device=device)
 
 
 def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -221,7 +226,7 @@ def _flatten_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> An
     return reference
 
 
-def _unflatten(tree: Any, left: dict[str, Tensor]) -> Any:
+def _unflatten(tree: Any, left: dict[str, Any]) -> Any:
     """Build a value; take each tensor that it refers to out of `left`, for it may have no second place."""
     if isinstance(tree, list):
         return [item if type(item) in PLAIN else _unflatten(item, left) for item in tree]

@@ -37,6 +37,14 @@ def state_on_this_stage(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name.partition(".")[0] not in elsewhere}
 
 
+def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return this rank's rows of a tensor and the number of the first; of one that is not sharded, all."""
+    if not hasattr(tensor, "to_local"):  # to ask for the type would import DTensor, which takes half a second
+        return tensor, 0
+    mesh: Any = getattr(tensor, "device_mesh")  # noqa: B009
+    return tensor.to_local(), mesh.get_local_rank() * -(-len(tensor) // mesh.size())
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a flat view of a contiguous tensor as uint8."""
     flat = tensor.view(-1)

@@ -175,7 +175,8 @@ def test_restore_refuses_second_fit_of_elastic_job() -> None:
         session=SimpleNamespace(driver=object()),
         collectives=SimpleNamespace(all_gather_object=lambda mine: [others, mine]),
     )
-    parts: dict[str, Any] = dict.fromkeys(("state", "progress", "before_save"))
+    parts: dict[str, Any] = dict.fromkeys(("progress", "before_save"))
+    state: Any = SimpleNamespace(parts=SimpleNamespace(is_sharded=False))
     log: Any = SimpleNamespace(folder=None)
     manager = CheckpointManager(
         backend=backend,
@@ -183,6 +184,7 @@ def test_restore_refuses_second_fit_of_elastic_job() -> None:
         log=log,
         is_enabled=False,
         snapshot=InMemorySnapshot(fit=0),
+        state=state,
         **parts,
     )
     with pytest.raises(OptionError, match="training 1 of its process, and others are in 2: .* fit only once"):

@@ -61,7 +61,8 @@ def test_newest_checkpoint_is_the_one_saved_last(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000000200", "step-000000300", "step-000000300.2"]
     (tmp_path / "step-000000300.2").rename(tmp_path / "mine")
     found = storage.restore(None, str(tmp_path))
-    assert found.state == {"at": [300, 2]}
+    assert found.opened is not None
+    assert found.opened.state() == {"at": [300, 2]}
     storage.prune(tmp_path, keep=2, best=None)
     assert names(tmp_path) == ["mine", "step-000000200"]
 
@@ -116,8 +117,8 @@ def test_damaged_checkpoint_is_refused_and_an_older_one_loaded(tmp_path: Path, d
     with pytest.raises(CheckpointError, match="step-000000002"):
         storage.load(newest)
     found = storage.restore(None, str(tmp_path))
-    assert found.state is not None
-    assert found.state["progress"] == {"step": 1}
+    assert found.opened is not None
+    assert found.opened.state()["progress"] == {"step": 1}
     assert any("step-000000002" in line for line in found.notes), "what was refused is said"
     with pytest.raises(CheckpointError, match="step-000000002"):
         storage.restore(None, str(newest))
@@ -143,7 +144,7 @@ def test_auto_resume_refuses_if_all_checkpoints_are_damaged(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="none is not a checkpoint: there is no such folder"):
         storage.restore(tmp_path, str(tmp_path / "none"))
     (tmp_path / "new" / "failures").mkdir(parents=True)  # of a start that came to nothing
-    assert storage.restore(tmp_path / "new", "auto").state is None
+    assert storage.restore(tmp_path / "new", "auto").opened is None
 
 
 ANY_JSON = st.recursive(

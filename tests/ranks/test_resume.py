@@ -103,6 +103,35 @@ def test_resume_on_other_ranks_and_engines(
             assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+ENGINES = [case("ddp"), case("horovod")]
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_resume_takes_memory_for_the_state_once(backend: str, tmp_path: Path) -> None:
+    """Each rank had the whole state a second time, sharded or not."""
+    shards = ["none", "optimizer", *(["full"] if backend == "ddp" else [])]
+    args = (backend, str(tmp_path), shards)
+    for rank in run_ranks(resume_checks.memory_of_resumes, num_processes=2, args=args):
+        for shard, (state_bytes, peak_bytes) in rank.items():
+            print(
+                f"{backend} {shard}: state {state_bytes / 1e6:.0f} MB, peak {peak_bytes / state_bytes:.2f} of it"
+            )
+            assert state_bytes > 150e6
+            assert peak_bytes < 1.3 * state_bytes, shard
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ENGINES)
+def test_state_above_2_gib_resumes(backend: str, tmp_path: Path) -> None:
+    """Horovod counts the bytes of a message in an int."""
+    args = (backend, str(tmp_path), ["none"], 2**29 + 1000)
+    for rank in run_ranks(resume_checks.memory_of_resumes, num_processes=2, args=args, timeout_s=300):
+        state_bytes, peak_bytes = rank["none"]
+        print(f"{backend}: state {state_bytes / 1e6:.0f} MB, peak {peak_bytes / state_bytes:.2f} of it")
+        assert state_bytes > 2**31
+        assert peak_bytes < 1.3 * state_bytes
+
+
 DIGITS = "-m hvd_trainer.mnist --dataset digits --save-every-steps 5 "
 REVIEWS = (
     "-m hvd_trainer.imdb --dataset synthetic --synthetic-reviews 96 --sequence-length 16 --vocabulary 300 "

@@ -24,6 +24,7 @@ from hvd_trainer.optim import non_finite
 from hvd_trainer.parallel import fsdp
 from hvd_trainer.parallel.fsdp import gathering_policy
 from hvd_trainer.parallel.stage_placement import make_placement
+from hvd_trainer.utils.tensors import state_on_this_stage
 
 NUM = 60  # the last of 4 batches of 16 has 12 samples: two of 3 chunks are full, and one is empty
 
@@ -39,7 +40,10 @@ class AtEnd(Callback):
     def on_epoch_end(self, run: Any, record: dict[str, Any]) -> None:
         if record["epoch"] < self.epochs:
             return
-        self.state = run.state.collect(None)
+        of_optimizer = run.optimizer.state_dict()["state"]
+        weights, updates = map(run.placement.gather, (state_on_this_stage(run.model), of_optimizer))
+        if weights is not None:
+            self.state = {name: weights[name] for name in run.model.state_dict()}, updates
         own = [t for its in run.optimizer.state.values() for t in its.values() if isinstance(t, Tensor)]
         own = [t.to_local() if hasattr(t, "to_local") else t for t in own]
         self.own_state = sum(tensor.numel() for tensor in own)
@@ -118,8 +122,8 @@ def fit(
         names = ("train_loss", "train_accuracy", "test_loss", "test_accuracy", "samples", "step")
         return {
             "records": [[record[name] for name in names] for record in (history.epochs if history else [])],
-            "weights": state["model"] if state else None,
-            "state": state["optimizer"]["state"] if state else None,
+            "weights": state[0] if state else None,
+            "state": state[1] if state else None,
             "own state": end.own_state,
             "hooks": end.hooks,
         }
@@ -169,8 +173,8 @@ def cut_on_the_host(parallel: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         held = _watched_cuts(whole)
         placement.prepare(whole, optimizer, lambda: None)
         mine = {name: value for name, value in whole.state_dict().items() if not value.is_meta}
-        merged = placement.gather_state(mine)
-        updates = placement.gather_optimizer_state(optimizer.state_dict()["state"])
+        merged = placement.gather(mine)
+        updates = placement.gather(optimizer.state_dict()["state"])
         placement.close()
         if merged is None or updates is None:
             return backend.world.rank, {"held": held}
@@ -462,6 +466,42 @@ def test_activation_checkpointing_changes_no_bit() -> None:
     alone = trained("single", 1)[0]
     same(alone["recompute"], alone["plain"])
     same(alone["recompute whole"], alone["whole"])
+
+
+def interrupted_and_not(shape: tuple[str, int, dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Train to the end, and again in two parts; return the results per rank."""
+    backend, size, parallel = shape
+    usual, parts = {"parallel": parallel, "max_norm": None}, {"log_dir": str(folder)}
+    runs = {
+        "whole": usual,
+        "first part": {**usual, **parts, "save_every_steps": 5, "stop_after": 7},
+        "second part": {**usual, **parts, "resume": "auto"},
+    }
+    return run_ranks(run_all, num_processes=size, args=(backend, runs))
+
+
+SAVED: list[tuple[str, int, dict[str, Any]]] = [
+    ("ddp", 2, {"stages": 2, "chunks": 3}),
+    ("horovod", 4, {"stages": 2, "chunks": 3, "shard": "optimizer"}),
+    ("ddp", 2, {"shard": "optimizer"}),
+    ("horovod", 2, {"shard": "optimizer"}),
+    ("ddp", 4, {"shard": "full"}),
+    ("ddp", 4, {"stages": 2, "chunks": 3, "shard": "full"}),
+    ("horovod", 2, {}),
+    ("single", 1, {}),
+]
+
+
+@requires("horovod")
+@pytest.mark.parametrize("shape", SAVED, ids=str)
+def test_interrupted_run_in_parts_ends_with_the_same_bits(shape: Any, tmp_path: Path) -> None:
+    """Each rank saves what it has, and nothing is gathered; the run has dropout."""
+    ranks = interrupted_and_not(shape, tmp_path)
+    whole, resumed = ranks[0]["whole"], ranks[0]["second part"]
+    same(resumed, {**whole, "records": whole["records"][1:]})
+    _, size, parallel = shape
+    files = list((tmp_path / "checkpoints/step-000000005").glob("*.safetensors"))
+    assert len(files) == (size if parallel else 1)
 
 
 SHAPES: list[tuple[str, int, dict[str, Any]]] = [

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from peak_memory import PeakMemory
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 from trainings import StopAfter, StoppedError, options_of
 
 from hvd_trainer import TensorData, Trainer, accuracy
+from hvd_trainer.checkpoint.manager import CheckpointManager
 from hvd_trainer.data import DataShard
+from hvd_trainer.utils.tensors import local_rows, tensors_in
 
 NUM, GLOBAL_BATCH, EPOCHS = 108, 16, 3  # 7 steps per epoch, the last one short
 ODD = 107  # and one sample is trained on twice, or in a stream left out
@@ -178,6 +183,62 @@ def interrupted_and_not(backend: str, folder: str) -> tuple[int, dict[str, tuple
         found[name] = whole, resumed
         rank = whole["rank"]
     return rank, found
+
+
+WIDTH = 2830
+"""Of a block of 32 MB."""
+
+
+class Wide(nn.Module):
+    """A model of 160 MB in 5 blocks, beside a frozen tensor of so many numbers."""
+
+    def __init__(self, frozen: int, value: float) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5)))
+        self.frozen = nn.Parameter(torch.full((frozen,), value), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs.repeat(1, WIDTH))[:, :2]
+
+
+def memory_of_resumes(
+    backend: str, folder: str, shards: list[str], frozen: int = 2
+) -> tuple[int, dict[str, tuple[int, int]]]:
+    """Train a step and resume after it, with each `--shard`; return its state and its peak in a rank, in bytes.
+
+    The peak is that of the model before, and of what restoring takes; buffers of gradients are not part of it.
+    """
+    data = TensorData(torch.ones(2, 1), torch.zeros(2).long())
+    measured, rank, restore = {}, 0, CheckpointManager.restore
+
+    def measure(manager: CheckpointManager, **how: Any) -> bool:
+        own = manager.state.model, manager.state.others["optimizer"].state
+        before = own_bytes(*own)
+        with PeakMemory() as peak:
+            is_restored = restore(manager, **how)
+        if is_restored:
+            assert local_rows(own[0].frozen)[0].eq(1).all(), "as it was saved"
+            measured[shard] = own_bytes(*own), before + peak.grown_bytes
+        return is_restored
+
+    for shard in shards:
+        for value, resume in ((1.0, "none"), (0.0, "auto")):
+            chosen = {"shard": shard, "log_dir": str(Path(folder) / shard), "resume": resume}
+            options = options_of(backend, epochs=1, batch_size=1, save_every_s=None, **chosen)
+            with Trainer(options) as trainer, pytest.MonkeyPatch.context() as patch:
+                rank = trainer.world.rank
+                patch.setattr(CheckpointManager, "restore", measure)
+                model = Wide(frozen, value)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+                trainer.fit(model, optimizer, nn.functional.cross_entropy, data)
+            del model, optimizer
+            gc.collect()
+    return rank, measured
+
+
+def own_bytes(model: nn.Module, state: Any) -> int:
+    """Return the bytes of a model and its optimizer's state in this rank."""
+    return sum(local_rows(tensor)[0].nbytes for tensor in tensors_in([model.state_dict(), dict(state)]))
 
 
 def first_part(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
