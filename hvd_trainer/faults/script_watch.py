@@ -111,7 +111,7 @@ class ScriptWatch:
 
     def _count_output(self, stream: Any) -> None:
         """Count what the script writes to a stream."""
-        write = getattr(stream, "write", None)
+        write: Any = getattr(stream, "write", None)
 
         def write_and_count(text: str) -> int:
             self._num_written += 1
