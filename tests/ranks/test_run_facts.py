@@ -16,7 +16,9 @@ from launchers import SCRIPTS
 
 from hvd_trainer.measure.message import SITE
 
-GIVEN = re.compile(r"(WORLD_SIZE|RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|HOROVOD_(LOCAL_)?(RANK|SIZE)|HVD_TRAINER_\w+)")
+GIVEN = re.compile(
+    r"(WORLD_SIZE|RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|HOROVOD_(LOCAL_)?(RANK|SIZE)|MASTER_(ADDR|PORT)|HVD_TRAINER_\w+)"
+)
 """Variables that `run` adds for scripts that read them, and for their children."""
 RUN = ("-m", "hvd_trainer", "run", "-np")
 

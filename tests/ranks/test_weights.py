@@ -19,6 +19,7 @@ from trainings import fit, options_of
 from hvd_trainer import Callback, OptionError, TensorData, detect
 from hvd_trainer.data import DataShard
 from hvd_trainer.data.shard import epoch_order
+from hvd_trainer.utils.tensors import state_on_this_stage
 
 pytestmark = pytest.mark.warm
 
@@ -97,8 +98,8 @@ class AtEnd(Callback):
         self.weights: dict[str, Tensor] = {}
 
     def on_epoch_end(self, run: Any, record: dict[str, Any]) -> None:
-        state = run.state.collect(None)
-        self.weights = {} if state is None else {name: its.clone() for name, its in state["model"].items()}
+        whole = run.state.parts.gather(state_on_this_stage(run.state.model)) or {}
+        self.weights = {name: tensor.clone() for name, tensor in whole.items()}
 
 
 def train(backend: str, data: Any = None, dtype: torch.dtype = torch.float64, **options: Any) -> dict[str, Any]:

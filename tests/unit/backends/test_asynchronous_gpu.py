@@ -29,7 +29,8 @@ from hvd_trainer.faults.monitor_server import MonitorServer
 from hvd_trainer.faults.root_cause import RootCause
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
-from hvd_trainer.tools.run.engines import _mark_waits, _uses_nccl
+from hvd_trainer.tools.run.engines import _mark_waits
+from hvd_trainer.tools.run.torch_groups import _uses_nccl
 from hvd_trainer.utils import accelerator
 
 GPU = torch.device("cuda", 1)
