@@ -278,13 +278,6 @@ class HorovodProcessGroup(dist.ProcessGroup):
 
     # The group itself.
 
-    @property
-    def bound_device_id(self) -> None:
-        """Return None: of a group with a device a `DeviceMesh` splits the communicator, and this one has none."""
-
-    @bound_device_id.setter
-    def bound_device_id(self, device: torch.device | None) -> None: ...
-
     def getBackendName(self) -> str:  # noqa: N802  PyTorch's name
         """Return "horovod"."""
         return "horovod"

@@ -54,7 +54,6 @@ RULES = {
     "a model on two devices": Rule(device_checks.same_bits, 1, TWO_DEVICES, devices=2),
     "hvd": Rule(stream_checks.hvd_in_any_order, 2, IN_ANY_ORDER),
     "c10d": Rule(stream_checks.c10d_in_any_order, 2, IN_ANY_ORDER, engine="horovod"),
-    "c10d: a mesh": Rule(stream_checks.c10d_mesh, 2, engine="horovod"),
     **{
         f"host waits on {engine}: {name}": Rule(device_checks.host_waits, ranks, (engine, (way,)), engine=engine)
         for engine, ranks in (("single", 1), ("ddp", 2), ("horovod", 2))

@@ -152,19 +152,6 @@ def c10d_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
     return rank(), None
 
 
-def c10d_mesh() -> tuple[int, None]:
-    """Horovod below torch.distributed: a mesh makes its groups, also if the default group was given a device."""
-    import torch.distributed as dist
-
-    import hvd_trainer.c10d  # noqa: F401
-
-    dist.init_process_group("horovod", init_method="env://", device_id=place())
-    mesh = dist.init_device_mesh(kind(), (1, 2), mesh_dim_names=("copies", "shards"))
-    assert [mesh.get_group(name).size() for name in ("copies", "shards")] == [1, 2]
-    dist.destroy_process_group()
-    return rank(), None
-
-
 def abort_ends_a_wait(kind: str, folder: str) -> tuple[int, None]:
     """A device that waits for a rank which never comes is free again once the exchanges are aborted."""
     import torch
