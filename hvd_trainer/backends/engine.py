@@ -10,12 +10,10 @@ class Engine:
         pins_device: whether the rank's device becomes the current one before the start. Not for `hvd.init`: it
             would make a context on a GPU before the script has chosen its own.
         keeps_timeouts: as in `Session.prepare_nccl`.
-        keeps_threads: whether the program has set its number of CPU threads itself; of all engines in a process.
     """
 
     pins_device = True
     keeps_timeouts = False
-    keeps_threads = False
 
     @property
     def uses_nccl(self) -> bool:

@@ -20,6 +20,7 @@ import socket
 import traceback
 from collections.abc import MutableMapping
 from contextlib import ExitStack, suppress
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,14 +31,14 @@ from hvd_trainer.backends.malloc import keep_freed_memory
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import LaunchError, PeerError, PreemptedError, UserError, first_line
 from hvd_trainer.faults import preemption, stack_dump
-from hvd_trainer.faults.activity import Activity
+from hvd_trainer.faults.activity import EXCHANGE, Activity
 from hvd_trainer.faults.elastic import HorovodElasticDriver, RescaleError
 from hvd_trainer.faults.failure_report import reporter, wait_for_launcher
 from hvd_trainer.faults.monitor import Monitor, MonitorSettings
 from hvd_trainer.faults.monitor_client import MonitorClient
 from hvd_trainer.faults.monitor_server import MonitorServer
 from hvd_trainer.faults.root_cause import RootCause
-from hvd_trainer.faults.script_watch import raised_in_exchange
+from hvd_trainer.faults.script_watch import phase_raised_in
 from hvd_trainer.launch.slurm import slurm_job
 from hvd_trainer.launch.world import World, detect, is_elastic
 from hvd_trainer.rendezvous import connect, ranks
@@ -88,6 +89,9 @@ class Session:
     Raises:
         LaunchError: the launcher's variables contradict each other, or say nothing of horovodrun's driver.
     """
+
+    _own_threads: ClassVar[int] = torch.get_num_threads()
+    """CPU threads by PyTorch's choice, or by an earlier session's: another number is the program's"""
 
     def __init__(
         self, options: EngineOptions, environ: MutableMapping[str, str] | None = None, devices: Devices = 1
@@ -226,11 +230,13 @@ class Session:
 
     def _set_threads(self) -> None:
         threads = self.options.threads
-        if threads is None and not self._engine.keeps_threads and "OMP_NUM_THREADS" not in self.environ:
+        is_chosen = "OMP_NUM_THREADS" in self.environ or torch.get_num_threads() != Session._own_threads
+        if threads is None and not is_chosen:
             # horovodrun sets nothing, so that each of four ranks would start a thread per core.
             threads = ranks.cpu_share(self.world, self.peers)
         if threads is not None:
             torch.set_num_threads(threads)
+            Session._own_threads = threads
 
     def prepare_nccl(self, *, keeps_timeouts: bool = False) -> None:
         """Refuse a GPU that NCCL would refuse, and leave failed peers to the monitor.
@@ -328,7 +334,7 @@ class Session:
 
     def _report(self, error: BaseException) -> None:
         """Tell the monitor why this rank fails, and wait until it has found the root cause."""
-        if raised_in_exchange(error):
+        if phase_raised_in(error) == EXCHANGE:
             self.activity.blame_exchange()
         if self.monitor is not None:
             self.root_cause = self.monitor.report_error(error)

@@ -6,10 +6,12 @@ snapshots       on every rank in elastic mode, for ranks that continue with fewe
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -214,10 +216,26 @@ class CheckpointManager:
         """Return the job's names with the number of this `fit` among those of the process."""
         return {f"{name} fit {self.snapshot.fit}" for name in names}
 
+    def _refuse_own_folders(self) -> None:
+        """Refuse a log folder that not all hosts share, if each rank is to write its part there. A collective.
+
+        Raises:
+            CheckpointError: a rank does not see what rank 0 has written; on all ranks.
+        """
+        backend, folder = self.backend, self.log.folder
+        with nullcontext() if folder is None else tempfile.NamedTemporaryFile(dir=folder.absolute()) as written:
+            file = Path(backend.collectives.broadcast_object("" if written is None else written.name))
+            everyone = backend.collectives.all_gather_object(file.is_file())
+        if not all(everyone):
+            first, host = (backend.session.peers[rank].host for rank in (0, everyone.index(False)))
+            raise CheckpointError(f"{file.parent} of {first} is not on {host}. {REMEDY}")
+
     @contextmanager
     def open_writer(self) -> Iterator[None]:
         """Save inside; on exit the last checkpoint is written."""
         with self._writer:
+            if self.is_enabled and self.state.parts.is_sharded:
+                self._refuse_own_folders()
             if self.backend.session.driver is not None and self.snapshot.state is None:
                 self._save(None, to_disk=False)
             yield

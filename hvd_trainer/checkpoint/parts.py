@@ -32,7 +32,7 @@ REMEDY = (
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """What a rank tells of its part."""
+    """Report of one rank on its part."""
 
     tree: Any = None
     tensors: FileChecksum | None = None
@@ -55,7 +55,7 @@ class CheckpointParts:
 
     def announce(self, folder: Path | None) -> None:
         """Tell the other ranks where to write; None: nowhere, because rank 0 cannot."""
-        self._store.set("folder", str(folder or ""))
+        self._store.set("folder", "" if folder is None else str(folder.absolute()))
 
     def write(self, state: Mapping[str, Any]) -> None:
         """Write this rank's part, and report it.
@@ -101,6 +101,7 @@ class CheckpointParts:
                     raise CheckpointError(f"{lost}. {REMEDY}")
                 checksums[name] = report.tensors
             self._store.delete_key(str(rank))
+        self._store.delete_key("folder")
         return tree, checksums
 
     def _wait(self, key: str) -> str:

@@ -81,7 +81,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class OtherParts(Protocol):
-    """What other ranks write of the same checkpoint; see parts.py."""
+    """Parts of a checkpoint that other ranks write; see parts.py."""
 
     def announce(self, folder: Path | None) -> None: ...
 
@@ -328,7 +328,7 @@ def find_best(checkpoints: list[tuple[Manifest, Path]], figure: str) -> Path | N
 
 
 class LoadedCheckpoint(NamedTuple):
-    """What a run resumes from, and where that is."""
+    """Checkpoint that a run resumes from, and its path."""
 
     opened: OpenCheckpoint | None = None
     """None: from nothing"""

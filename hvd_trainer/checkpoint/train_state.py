@@ -179,9 +179,9 @@ class TrainState:
     def _load_model(self, saved: Mapping[str, Any], reader: StateReader) -> None:
         own = {name: value for name, value in state_on_this_stage(self.model).items() if name in saved}
         reader.fill([(saved[name], value) for name, value in own.items() if isinstance(value, torch.Tensor)])
-        others = {name: saved[name] for name, value in own.items() if not isinstance(value, torch.Tensor)}
+        extra = {name: saved[name] for name, value in own.items() if not isinstance(value, torch.Tensor)}
         # Most tensors are the model's own, and there is nothing to copy; but a module may give and take others.
-        self.model.load_state_dict(own | reader.load(others), strict=False)
+        self.model.load_state_dict(own | reader.load(extra), strict=False)
 
     def _load_optimizer(self, optimizer: Any, saved: Mapping[str, Any], reader: StateReader) -> None:
         pairs: list[tuple[AnyTensor, torch.Tensor]] = []

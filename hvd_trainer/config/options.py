@@ -43,8 +43,8 @@ class EngineOptions:
     compression: Annotated[Literal["none", "fp16", "bf16", "powersgd"], COMMON] = "none"
     """format of the gradients on the wire (powersgd: ddp only)"""
     threads: Annotated[int | None, Ge(1)] = None
-    """CPU threads of each rank; None: as OMP_NUM_THREADS says, else its share of the cores (another number adds in
-    another order, so that last bits differ)"""
+    """CPU threads of each rank; None: as OMP_NUM_THREADS or `torch.set_num_threads` says, else its share of the
+    cores (another number adds in another order, so that last bits differ)"""
     bucket_mb: Annotated[float, Gt(0)] = 25.0
     """gradients are exchanged in buckets of this size, in MB, while backward runs"""
     sync_batch_norm: bool = False

@@ -35,13 +35,11 @@ PHASES = {
 USERS_CODE = "callback"
 
 
-def raised_in_exchange(error: BaseException) -> bool:
-    """Return whether an exception may be the consequence of another rank's failure, by its traceback."""
-    return phase_raised_in(error) == EXCHANGE
-
-
 def phase_raised_in(error: BaseException) -> str:
-    """Return the phase in which an exception was raised, by its traceback."""
+    """Return the phase in which an exception was raised, by its traceback.
+
+    One that was raised in an exchange may be the consequence of another rank's failure.
+    """
     return phase_of(frame for frame, _ in traceback.walk_tb(error.__traceback__))
 
 

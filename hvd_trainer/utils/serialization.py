@@ -34,7 +34,7 @@ CODES = {
     TensorSpec(dtype=str(dtype).removeprefix("torch."), shape=[0], data_ptr=0, data_len=0).dtype: dtype
     for dtype in NATIVE
 }
-"""What safetensors calls them in its files."""
+"""PyTorch types by their names in the safetensors format."""
 SEQUENCES: dict[Any, str] = {tuple: "$tuple", set: "$set", torch.Size: "$size"}
 MAPPINGS: dict[Any, str] = {dict: "$dict", OrderedDict: "$ordered_dict", Counter: "$counter"}
 MAKERS: Mapping[str, Callable[[Any], Any]] = {

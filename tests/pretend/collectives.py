@@ -39,7 +39,7 @@ def _connect_horovod(ops: ModuleType, library: Any) -> None:
     """
     mpi_lib = ops.mpi_lib
     outputs: dict[int, list[tuple[Any, Any]]] = {}
-    """Of each exchange under way: tensors of the device, with their copies."""
+    """By exchange: its tensors on the device, each with its copy on the host."""
 
     def for_device(function: Any) -> Any:
         def call(sent: Any, *others: Any) -> int:

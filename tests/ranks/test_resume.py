@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import shutil
 import tempfile
 from collections import Counter
@@ -184,3 +185,30 @@ def test_killed_job_resumes_with_the_same_bits(
     same = ("event", "step", "epoch", "samples", "lr", "train_loss", "train_accuracy", "test_loss")
     for mine, theirs in zip(lines(whole), lines(parts), strict=True):
         assert [mine.get(key) for key in same] == [theirs.get(key) for key in same]
+
+
+ON_ANOTHER_HOST = """
+import os, sys
+words = [sys.executable, "-m", "hvd_trainer.mnist", "--dataset", "digits", "--log-dir", *sys.argv[1:]]
+if os.environ["RANK"] == "1":
+    hide = f'mount -t tmpfs none {sys.argv[1]} && exec "$@"'
+    words = ["unshare", "--mount", "sh", "-c", hide, "sh", *words]
+os.execvp(words[0], words)
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root, and unshare of util-linux"
+)
+def test_sharded_job_is_refused_at_its_start_where_hosts_share_no_folder(tmp_path: Path) -> None:
+    """It trained until its first checkpoint, and then ended."""
+    job, logs = tmp_path / "job.py", tmp_path / "logs"
+    job.write_text(ON_ANOTHER_HOST)
+    logs.mkdir()
+    words = [str(job), str(logs), "--backend", "ddp", "--max-steps", "5"]
+    result = launch("torchrun", 2, [*words, "--shard", "full"], check=False)
+    assert result.returncode == 1, result.stderr
+    assert f"{logs} of " in result.stderr
+    assert "name a --log-dir that all hosts share" in result.stderr
+    assert "train loss" not in result.stdout
+    launch("torchrun", 2, words)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from combinations import case
 from launchers import LaunchError, run_ranks
@@ -56,6 +58,24 @@ def test_session_names_the_rank_of_the_root_cause() -> None:
     assert "stopped because rank 1 failed or ended" in first
     assert "(the consequence)" in first
     assert second == "stands"
+
+
+def count_threads(numbers: list[int | None]) -> tuple[int, list[int]]:
+    """Return the CPU threads of a rank after each session, before which its program has set a number or none."""
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    session, threads = Session(EngineOptions(), environ), []
+    for number in numbers:
+        if number is not None:
+            torch.set_num_threads(number)
+        session.start(Engine())
+        threads.append(torch.get_num_threads())
+        session.end()
+    return session.world.rank, threads
+
+
+def test_threads_that_the_program_has_set_are_kept() -> None:
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert run_ranks(count_threads, num_processes=2, args=([None, None, 5],)) == [[share, share, 5]] * 2
 
 
 def leave_early(backend_name: str) -> tuple[int, None]:

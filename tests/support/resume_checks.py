@@ -186,7 +186,7 @@ def interrupted_and_not(backend: str, folder: str) -> tuple[int, dict[str, tuple
 
 
 WIDTH = 2830
-"""Of a block of 32 MB."""
+"""Rows and columns of a weight of 32 MB."""
 
 
 class Wide(nn.Module):

@@ -70,7 +70,6 @@ def import_hooks(
         "torch.distributed.distributed_c10d": functools.partial(wrap_torch, engine=engine, script=script)
     }
     if script is not None:
-        after["torch"] = _keep_threads
         after["torch.optim.optimizer"] = functools.partial(_count_steps, script=script)
         after["torch.multiprocessing.spawn"] = functools.partial(_wrap_spawn, script=script)
         after["hvd_trainer.hvd.common.basics"] = functools.partial(_attach_hvd, script=script)
@@ -151,17 +150,6 @@ def _count_steps(module: ModuleType, script: ScriptEngine) -> None:
             script.watch.count_step()
 
     module.register_optimizer_step_post_hook(count_step)
-
-
-def _keep_threads(module: ModuleType) -> None:
-    """Let the number of CPU threads be what the script sets: its ranks may meet after that."""
-    from hvd_trainer.backends.engine import Engine
-
-    def set_num_threads(original: Callable[[int], None], number: int) -> None:
-        original(number)
-        Engine.keeps_threads = True
-
-    wrap("set_num_threads", set_num_threads, module)
 
 
 def _attach_hvd(module: ModuleType, script: ScriptEngine) -> None:
