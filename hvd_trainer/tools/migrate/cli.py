@@ -18,6 +18,7 @@ from tyro.conf import Positional, arg
 from hvd_trainer.config.checks import range_errors, refuse
 from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.utils.text import COMMAND, install_extra, plural
 
 SKIPPED = {"build", "dist", "node_modules", "site-packages"}
@@ -69,6 +70,8 @@ def main(argv: Sequence[str]) -> int:
         )
     if importlib.util.find_spec("libcst") is None:
         raise OptionError(f"migrate needs libcst, and there is none here. Type: {install_extra('migrate')}")
+    if options.prove:
+        check_installed()
     from hvd_trainer.tools.migrate.migration import migrate
 
     migrated = migrate({path: path.read_bytes().decode() for path in _files(options.files)})

@@ -13,6 +13,7 @@ from requirements import requires
 
 from hvd_trainer import cli
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure import formats
 from hvd_trainer.tools.migrate import cli as migrate_cli
 from hvd_trainer.tools.migrate import prove
 from hvd_trainer.tools.migrate.migration import Migrated, migrate
@@ -628,3 +629,12 @@ def test_what_is_left_starts_where_a_line_has_more(before: str, after: str) -> N
     assert f"{after}\n" in result.after
     assert "from hvd_trainer import hvd\n" in result.after
     assert left_of(result) == ["hvd.start_timeline"]
+
+
+def test_proof_without_its_packages_is_refused_before_the_diff(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "NEEDED", ("scipy_of_nobody",))
+    with pytest.raises(OptionError, match=r"need scipy_of_nobody, .* Type: pip install .*tools"):
+        migrate_cli.main([str(script), "--prove"])
+    assert capsys.readouterr().out == ""
