@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import gc
 import hashlib
 import importlib.util
@@ -26,7 +27,8 @@ def job(backend: str = "horovod", **options: Any) -> Iterator[tuple[int, int]]:
     """Start the default group; yield rank and size."""
     import hvd_trainer.c10d  # noqa: F401
 
-    dist.init_process_group(backend, **options)
+    # What makes no progress ends with its name, before the test does without a word.
+    dist.init_process_group(backend, **{"timeout": datetime.timedelta(seconds=120), **options})
     try:
         yield dist.get_rank(), dist.get_world_size()
     finally:
@@ -258,8 +260,6 @@ def test_groups_are_process_sets() -> None:
 
 def uneven_groups() -> tuple[int, Any]:
     """Make more kinds of operations than are counted, some of them in a group that one rank is not in."""
-    import datetime
-
     from hvd_trainer.c10d import context
 
     context.MAX_COUNTS = 5
@@ -330,8 +330,6 @@ def test_operations_are_asynchronous_and_have_futures() -> None:
 
 
 def monitored() -> tuple[int, Any]:
-    import datetime
-
     with job() as (rank, size):
         limit = datetime.timedelta(seconds=20)
         dist.monitored_barrier(timeout=limit)
@@ -520,8 +518,6 @@ def test_libraries_on_top_of_ddp_run_on_it(library: str, function: Any) -> None:
 
 def late() -> tuple[int, Any]:
     """Return the errors of a rank that waits for one that does not come to a step of DDP."""
-    import datetime
-
     from torch.nn.parallel import DistributedDataParallel
 
     with job() as (rank, _):
@@ -545,8 +541,6 @@ def test_an_operation_that_ddp_waits_for_in_vain_is_an_error() -> None:
 
 
 def mistakes() -> tuple[int, Any]:
-    import datetime
-
     with job() as (rank, size):
         texts = {
             "splits": refusal(dist.all_to_all_single, torch.zeros(3), torch.zeros(3)),
