@@ -74,16 +74,17 @@ def request_stacks(pid: int, memory: int, *, resumes: bool = True) -> str:
         memory: what `register_signal` has returned there.
         resumes: make a suspended process run on: it could not answer else.
     """
-    file = Path(f"/proc/{pid}/fd/{memory}")
     text = ""
-    with suppress(OSError):
+    # Opened before the signals: a process that runs on may end before the first reading, and its memory stays here.
+    with suppress(OSError), Path(f"/proc/{pid}/fd/{memory}").open(errors="replace") as stacks:
         os.kill(pid, SIGNAL)
         if resumes:
             os.kill(pid, signal.SIGCONT)
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while time.monotonic() < deadline:
             time.sleep(0.1)
-            before, text = text, file.read_text(errors="replace")
+            stacks.seek(0)
+            before, text = text, stacks.read()
             if text and text == before:
                 break
     return text
