@@ -8,6 +8,7 @@ import shlex
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -811,6 +812,31 @@ def test_sampler_counts_lines_with_their_cpu_time(tmp_path: Path) -> None:
     assert any(place.endswith("nap, time.sleep") and place.startswith("test_diagnose.py:") for place in places)
 
 
+def loop_between_tensors() -> None:
+    for _ in range(100):
+        total = 0.0
+        for number in range(2500):
+            total += number % 1.7
+        torch.tensor([total] * 64)
+
+
+def test_loop_of_python_is_seen_where_operations_release_the_gil(tmp_path: Path) -> None:
+    """Nearly half of a loop's looks were at the operation behind it, which takes a tenth of its time."""
+    sampler = StackSampler(tmp_path / "stacks" / "rank-0.json")
+    sampler.on_start(torch.device("cpu"), on_trainer=True)
+    sampler.phase = "forward"
+    for _ in range(80):
+        loop_between_tensors()
+        sampler.on_step_end(Step(1, 0.1))
+    sampler.stop()
+    (profile,) = read_profiles(tmp_path, 1)
+    first = loop_between_tensors.__code__.co_firstlineno
+    looks = Counter({first + 3: 0, first + 4: 0, first + 5: 0})
+    for stack in profile.main():
+        looks[stack.frames[-1].line] += stack.looks
+    assert looks[first + 3] + looks[first + 4] > 3 * looks[first + 5], looks
+
+
 def test_sampler_leaves_its_own_time_in_the_queue_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside busy programs it was most of the time, and counted as the exchange's."""
     sampler = StackSampler(tmp_path / "stacks" / "rank-0.json")
@@ -823,7 +849,7 @@ def test_sampler_leaves_its_own_time_in_the_queue_out(tmp_path: Path, monkeypatc
             file.write_text(f"0 {time.perf_counter_ns() if thread.name == 'stack sampler' else 7} 1")
         return list(tmp_path.glob(pattern))
 
-    monkeypatch.setattr(stacks, "Path", lambda name: SimpleNamespace(glob=glob))
+    monkeypatch.setattr(stacks, "Path", lambda name: SimpleNamespace(glob=glob, write_text=len))
     sampler.on_start(torch.device("cpu"), on_trainer=True)
     for _ in range(8):
         nap()
