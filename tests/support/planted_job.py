@@ -148,7 +148,8 @@ class SlowUpdate(torch.optim.SGD):
 def slow_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     total = outputs.new_zeros(())
     for output, target in zip(outputs, targets, strict=True):
-        total = total + nn.functional.cross_entropy(output, target)  # planted: loss
+        weights = 1 - output.detach().softmax(0)
+        total = total + weights[target] ** 2 * nn.functional.cross_entropy(output, target)  # planted: loss
     return total / len(outputs)
 
 
