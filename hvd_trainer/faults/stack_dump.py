@@ -75,7 +75,7 @@ def request_stacks(pid: int, memory: int, *, resumes: bool = True) -> str:
         resumes: make a suspended process run on: it could not answer else.
     """
     text = ""
-    # Opened before the signals: a process that runs on may end before the first reading, and its memory stays here.
+    # Opened before the signals: a process that runs on may end before it is read, and its memory stays here.
     with suppress(OSError), Path(f"/proc/{pid}/fd/{memory}").open(errors="replace") as stacks:
         os.kill(pid, SIGNAL)
         if resumes:
