@@ -13,12 +13,13 @@ from compared import FIGURES, JOB, WORK, only, run_of, trials_of
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure import formats, machine
+from hvd_trainer.measure.command import with_options
 from hvd_trainer.measure.equal_work import Side, differences, refuse_unequal
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.start import Start
 from hvd_trainer.tools.compare import cli
 from hvd_trainer.tools.compare.options import CompareOptions
-from hvd_trainer.tools.compare.plan import CompareTrial, read_axes, with_values
+from hvd_trainer.tools.compare.plan import CompareTrial, read_axes
 from hvd_trainer.tools.parity import traced_runs
 
 
@@ -104,19 +105,16 @@ def test_scripts_take_horovods_step_on_both_engines(tmp_path: Path) -> None:
     assert asked == [True, True, False, True, True]
 
 
-def test_values_of_options_are_varied_at_their_place(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import torch\n")
-    job = (str(script), "--batch_size=8", "data", "--lr", "0.5", "folder", "--fp16")
+def test_values_of_options_are_varied_at_their_place() -> None:
+    job = ("train.py", "--batch_size=8", "data", "--lr", "0.5", "folder", "--fp16")
     axes = read_axes(["batch-size=16,32", "lr=0.1", "fp16=true,false", "momentum=0.9"])
-    values = itertools.product(*(axis.values for axis in axes))
-    found = [" ".join(with_values(job, list(zip(axes, chosen, strict=True)))[1:]) for chosen in values]
-    assert found == [
+    variants = itertools.product(*([(axis.typed, value) for value in axis.values] for axis in axes))
+    assert [" ".join(with_options(job, variant)[1:]) for variant in variants] == [
         f"--batch_size {size} data --lr 0.1 folder{fp16} --momentum 0.9"
         for size in (16, 32)
         for fp16 in (" --fp16", "")
     ]
-    twice = with_values(("train.py", "--lr", "1", "--lr=2"), [(axes[1], "0.1")])
+    twice = with_options(("train.py", "--lr", "1", "--lr=2"), [("--lr", "0.1")])
     assert twice == ("train.py", "--lr", "0.1", "--lr", "0.1"), "of an option typed twice the last one counts"
 
 
