@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import LAUNCHER_OF, read_backends, with_options
-from hvd_trainer.measure.equal_work import Side
 from hvd_trainer.measure.machine import threads_per_rank
 from hvd_trainer.measure.measured import MeasuredTrial
-from hvd_trainer.measure.trials import RunRecord
 from hvd_trainer.tools.compare.options import CompareOptions, read_ranks
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.text import plural
@@ -67,27 +65,15 @@ class CompareTrial(MeasuredTrial):
         """`ddp, chunks 4`: its entry and variant."""
         return ", ".join(filter(None, (self.entry, self.variant)))
 
-    def side(self, run: RunRecord) -> Side:
-        """Return a run of it as the check of equal work sees it."""
-        return Side(self.entry, self.ranks, run.figures["work"], self.variant)
-
     def read(self, log: Path) -> dict[str, Any] | None:
         """Return the figures of a run of it; None if it did not come to its end.
 
         Raises:
-            OptionError: no step counts, or each rank has trained alone.
+            OptionError: all its steps belong to the warm-up, or each rank has trained alone.
         """
         figures = super().read(log)
-        if figures is not None:
-            self.check_steps(figures)
-        return figures
-
-    def check_steps(self, figures: Mapping[str, Any]) -> None:
-        """Check that a run has steps that count, of ranks that work together.
-
-        Raises:
-            OptionError: all of them belong to the warm-up, or each rank has trained alone.
-        """
+        if figures is None:
+            return None
         work = figures["work"]
         if work.get("world_size", self.processes) != self.processes:
             raise OptionError(
@@ -100,6 +86,7 @@ class CompareTrial(MeasuredTrial):
                 f"{self.label} makes {plural(work['steps'], 'step')}, and the first {self.warmup_steps} do not "
                 f"count: give the job more --epochs, or type a lower --warmup-steps"
             )
+        return figures
 
 
 def plan(
