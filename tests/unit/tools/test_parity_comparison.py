@@ -103,7 +103,7 @@ def test_first_difference_and_its_cause(moment: str, change: Change, quantity: s
     pair = Pair.compare(make_trace("horovod", {moment: change}), make_trace("ddp"))
     when = pair.findings[0].when
     assert (pair.findings[0].quantity, f"{when.name} {when.step}") == (quantity, moment)
-    said = "\n".join([verdict(pair), *details(pair)])
+    said = "\n".join([verdict(pair).text, *details(pair)])
     assert cause in said
     assert len(find_causes(pair)) == (not cause.startswith("None")), said
     assert "horovod and ddp differ" in said
@@ -150,8 +150,8 @@ def test_causes_on_unequal_numbers_of_ranks(changes: Change, start: Any, cause: 
 def test_equal_runs_have_no_findings() -> None:
     pair = Pair.compare(make_trace("horovod"), make_trace("ddp"))
     assert pair.same
-    assert verdict(pair) == "horovod and ddp: the same bits through 4 steps"
-    assert not list(details(pair))
+    assert verdict(pair).text == "horovod and ddp: the same bits through 4 steps"
+    assert not verdict(pair).details
     assert pair.gaps == {1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0}
 
 
@@ -179,7 +179,7 @@ def test_finding_has_values_and_distance() -> None:
     (finding,) = pair.findings
     assert (finding.name, finding.values, finding.count, finding.total) == ("a.bias", (2.0, 2.5), 1, 3)
     assert finding.relative == pytest.approx(0.5 / (1 + 4 + 6.25) ** 0.5)
-    assert verdict(pair) == "horovod and ddp differ in step 2, after 1 step of the same bits."
+    assert verdict(pair).text == "horovod and ddp differ in step 2, after 1 step of the same bits."
     assert next(details(pair)) == (
         "First: the gradients (1 of 3 differ). Of a.bias the elements that are farthest apart are 2 on horovod, "
         "2.5 on ddp; the whole tensor's relative difference is 1.5e-01."
@@ -253,7 +253,7 @@ def test_one_process_may_differ_by_rounding() -> None:
     pair = Pair.compare(make_trace("ddp"), rounding)
     assert pair.same, pair.findings
     apart = "alike through 4 steps. Parameters are up to 1.0e-04 apart; allowed are 0.001"
-    assert apart in verdict(pair)
+    assert apart in verdict(pair).text
     assert pair.allowed.why == "fp32, on 2 and 1 ranks"
     exact = Pair.compare(make_trace("ddp"), rounding, asked=0)
     assert "sums are taken in another order (fp32, on 2 and 1 ranks)" in find_causes(exact)[0].text
