@@ -13,6 +13,7 @@ import pytest
 import torch
 from compared import RAN
 from made_traces import (
+    SHAPES,
     Change,
     combine,
     make_line,
@@ -197,6 +198,21 @@ def test_finding_names_the_rank_of_each_side() -> None:
     single = make_trace("single", {"start 0": multiply(2, "parameters/a.bias")}, ranks=1)
     (finding,) = Pair.compare(staged, single, asked=0).findings
     assert (finding.name, finding.sides) == ("a.bias", ("ddp, rank 1", "single"))
+
+
+def test_slices_of_each_stage_are_known_as_such() -> None:
+    """Those of the first stage were, and the ranks of a later stage seemed to differ among each other."""
+
+    def slice_stage(rank: int, line: dict[str, Any], values: dict[str, Tensor]) -> None:
+        line["sliced"] = [name for name in SHAPES if name.startswith("b" if rank > 1 else "a")]
+        for place in [place for place in values if not place.startswith("buffers")]:
+            tensor = values.pop(place)
+            if place.split("/")[1] in line["sliced"]:
+                values[place] = tensor * (1 + rank)
+
+    changes = {"start 0": slice_stage, "step 1": slice_stage}
+    pair = Pair.compare(*(make_trace(name, changes, ranks=4, steps=1) for name in ("horovod", "ddp")))
+    assert pair.same, pair.findings
 
 
 def test_distance_of_parameters_is_that_of_all_stages() -> None:
