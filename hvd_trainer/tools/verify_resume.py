@@ -1,8 +1,8 @@
 """Run `python -m hvd_trainer verify-resume`: kill a training again and again, and prove that nothing was lost.
 
-A script is killed, started again with the same words, and its weights are compared in the end. It saves and resumes
-by its own means: in its working folder, or in the folder that stands as {folder} among its words. The run that is
-killed has others than the undisturbed run.
+A script is killed, started again with the same words, and its weights are compared in the end. It saves and
+resumes by its own means: in its working folder, or in the folder that stands as {folder} among its words. The run
+that is killed has others than the undisturbed run.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class Script:
             hold: which rank is held, to be killed, after how many steps.
         """
         place.mkdir(parents=True)
-        trial = MeasuredTrial(job=self.job, engine=self.engine, ranks=self.ranks, endless=False, record={"hold": hold})
+        trial = MeasuredTrial(
+            job=self.job, engine=self.engine, ranks=self.ranks, endless=False, record={"hold": hold}
+        )
         return in_own_folder(trial.start(place), place.parent)
 
     def finish(self, place: Path) -> tuple[dict[str, Any], float]:
@@ -142,8 +144,6 @@ class Script:
             victim = "the launcher" if launcher else f"rank {rank}"
             first_step_s = (place / FIRST_STEP).stat().st_mtime - began
             return Killed(victim, steps, first_step_s, len(left) + (process.poll() is None))
-
-
 
 
 def _error(what: str, place: Path) -> LaunchError:

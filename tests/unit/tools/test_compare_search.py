@@ -278,8 +278,8 @@ def test_settings_keep_the_options_of_the_jobs_file(tmp_path: Path) -> None:
 
 
 def test_line_to_type_starts_the_engine_that_was_measured(tmp_path: Path) -> None:
-    """An engine that is typed won over the one of the file, MPI was to be started by horovodrun, and a word behind a
-    replaced option was lost.
+    """An engine that is typed won over the one of the file, MPI was to be started by horovodrun, and a word behind
+    an option that is replaced was lost.
     """
     result = SearchResult({"threads": 2})
     job = SearchJob(("job.py", "--backend", "horovod", "data", "--transport=mpi"), 2, ON_TRAINER)
