@@ -19,6 +19,7 @@ from hvd_trainer.backends import EngineOptions, create
 from hvd_trainer.errors import BackendError
 from hvd_trainer.horovod_build.facts import Facts, Gpu, HorovodFacts, TorchFacts
 from hvd_trainer.jobs import all_reduce
+from hvd_trainer.measure.start import MARK
 from hvd_trainer.tools.doctor import cli, engines
 from hvd_trainer.tools.doctor.context import Context, ending_programs
 from hvd_trainer.tools.doctor.findings import Finding, error, ok, print_findings, summary, warning
@@ -74,7 +75,8 @@ def test_failing_and_endless_checks_are_findings(monkeypatch: pytest.MonkeyPatch
 
 def test_programs_end_with_their_children() -> None:
     mark = f"{os.environ[process_tree.MARK]}/programs"
-    with ending_programs({**os.environ, process_tree.MARK: mark}, time.monotonic() + 30) as programs:
+    environ = {**os.environ, process_tree.MARK: mark, MARK: "of a run that has started the doctor"}
+    with ending_programs(environ, time.monotonic() + 30) as programs:
         quick = programs.ask("sh", "-c", "echo out; echo err >&2; exit 3")
         assert (quick.code, quick.out, quick.last_line) == (3, "out\nerr\n", "err")
         late = programs.ask("sh", "-c", "echo first; sleep 60 & sleep 60", limit_s=0.5)
