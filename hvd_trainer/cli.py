@@ -35,7 +35,7 @@ COMMANDS: Mapping[str, Mapping[str, Command]] = {
             "tools.parity.cli", "train a job on both engines, and name the first difference and its cause"
         ),
         "verify-resume": Command(
-            "tools.verify_resume.cli", "kill a training again and again, and prove that nothing was lost"
+            "tools.verify_resume", "kill a training again and again, and prove that nothing was lost"
         ),
     },
     "Measure": {

@@ -6,7 +6,7 @@ import importlib.util
 import re
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TypeVar
@@ -105,17 +105,22 @@ def option_of(word: str) -> str:
     return word.partition("=")[0].replace("_", "-")
 
 
-def with_options(job: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Return the job's words with further ones; options that come again replace the job's."""
-    replaced = {option_of(word) for word in words if word.startswith("--")}
-    kept: list[str] = []
-    dropping = False
-    for word in job:
-        if word.startswith("--"):
-            dropping = option_of(word) in replaced
-        if not dropping:
-            kept.append(word)
-    return [*kept, *words]
+def with_options(job: Sequence[str], options: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Return the job's words with options and their values, or with switches, for the values `true` and `false`.
+
+    Each comes at the place of the one that it replaces, or at the end. An option that the job is typed with twice
+    is replaced twice, since the last one counts.
+    """
+    words = list(job)
+    for option, value in options:
+        places = [place for place, word in enumerate(words) if option_of(word) == option_of(option)]
+        is_switch = value in ("true", "false")
+        for place in reversed(places or [len(words)]):
+            old = "".join(words[place : place + 1])
+            typed = old.partition("=")[0] or option
+            new = ([typed] if value == "true" else []) if is_switch else [typed, value]
+            words[place : place + (1 if is_switch or "=" in old else 2)] = new
+    return tuple(words)
 
 
 def option_values(job: Sequence[str], option: str) -> list[str]:

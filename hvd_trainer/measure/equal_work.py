@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.trials import RunRecord
 
 
 class Aspect(NamedTuple):
@@ -46,17 +47,7 @@ PADDING = 0.02
 """Relative difference of samples: samplers may pad, or drop, the last batch of an epoch."""
 
 
-class Side(NamedTuple):
-    """A run, and the work that it did; properties that it does not report are not compared."""
-
-    name: str
-    ranks: int
-    work: Mapping[str, Any]
-    variant: str = ""
-    """the values of options that are varied on purpose: only runs with the same ones are compared"""
-
-
-def refuse_unequal(one: Side, other: Side) -> None:
+def refuse_unequal(one: RunRecord, other: RunRecord) -> None:
     """Check that two runs have done the same work, as far as their numbers of ranks let them.
 
     Raises:
@@ -64,29 +55,28 @@ def refuse_unequal(one: Side, other: Side) -> None:
     """
     if unequal := differences(one, other):
         lines = "\n".join(f"  {line}" for line in unequal)
+        names = " and ".join(f"{run.identity['entry']} on {run.identity['ranks']}" for run in (one, other))
         raise OptionError(
-            f"{one.name} on {one.ranks} and {other.name} on {other.ranks} ranks have not done the same work, so "
-            f"that their speeds say nothing about each other:\n{lines}\nMake the job do the same on all "
-            f"of them: a changed job is measured again"
+            f"{names} ranks have not done the same work, so that their speeds say nothing about each other:\n"
+            f"{lines}\nMake the job do the same on all of them: a changed job is measured again"
         )
 
 
-def differences(one: Side, other: Side) -> list[str]:
-    """Return a line for each property that differs.
+def differences(one: RunRecord, other: RunRecord) -> list[str]:
+    """Return a line for each property that differs; those that a run does not report are not compared.
 
     On other numbers of ranks, the steps are as many where the global batch is the same.
     """
-    if one.variant != other.variant:
-        return []
-    same_ranks = one.ranks == other.ranks
-    sizes = [side.work.get("global_batch_size") for side in (one, other)]
+    works = [run.figures["work"] for run in (one, other)]
+    same_ranks = one.identity["ranks"] == other.identity["ranks"]
+    sizes = [work.get("global_batch_size") for work in works]
     same_batch = sizes[0] is not None and sizes[0] == sizes[1]
     lines = []
     for aspect in ASPECTS:
         wanted = same_ranks or aspect.across or (same_batch and aspect.name == "steps")
-        if not wanted or aspect.name not in one.work or aspect.name not in other.work:
+        if not wanted or not all(aspect.name in work for work in works):
             continue
-        left, right = one.work[aspect.name], other.work[aspect.name]
+        left, right = (work[aspect.name] for work in works)
         if aspect.name == "rates":
             lines += _rates(left, right)
         elif left != right and not (aspect.name == "samples" and abs(left - right) <= PADDING * left):

@@ -30,6 +30,7 @@ MARK = "HVD_TRAINER_RUN"
 """The environment variable by which the processes of a run are found; its value is the command's folder. Launchers
 put ranks into sessions of their own, which a signal to a process group does not reach."""
 END_S, POLL_S = 20.0, 1.0
+NOTHING = Path(os.devnull)
 
 
 class Start(NamedTuple):
@@ -42,6 +43,8 @@ class Start(NamedTuple):
     """of each rank, on the CPU; None: as this process's environment says"""
     cwd: Path | None = None
     """working folder; None: this process's"""
+    stdin: Path = NOTHING
+    """the file that it reads"""
 
 
 def run_to_end(
@@ -78,21 +81,21 @@ def launched(start: Start, folder: Path, output: Path) -> Iterator[subprocess.Po
     others = {name for launcher in LAUNCHERS for name in launcher.variables()}
     environment = {
         **{name: value for name, value in os.environ.items() if name not in others},
-        MARK: str(folder),
         # By itself torchrun gives many ranks one thread each, and a single rank all cores.
         **({} if start.threads is None else {"OMP_NUM_THREADS": str(start.threads)}),
         # torchrun copies there what the failed rank says is the reason.
         "TORCHELASTIC_ERROR_FILE": str(output.with_name("error.json")),
         **start.variables,
+        MARK: str(folder),
     }
     process = None
     try:
-        with output.open("ab") as file:
+        with output.open("ab") as file, start.stdin.open("rb") as given:
             process = subprocess.Popen(
                 start.command,
                 env=environment,
                 cwd=start.cwd,
-                stdin=subprocess.DEVNULL,
+                stdin=given,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -106,7 +106,7 @@ def test_planted_mistake_is_found(
     assert cause in "\n".join(details(pair))
     assert len(find_causes(pair)) == 1
     among = "the ranks of horovod and ddp differ among" if fault.endswith("on both") else "horovod and ddp differ"
-    assert verdict(pair).startswith(among)
+    assert verdict(pair).text.startswith(among)
 
 
 TWO_PATHS = """
@@ -145,7 +145,7 @@ def test_script_that_takes_another_path_on_each_engine_is_told_so(tmp_path: Path
 @pytest.mark.parametrize("options", [(*BASE, "--accumulate", "2", "--max-norm", "0.1"), ("--stages", "2")])
 def test_trainer_job_computes_the_same_bits_on_both_engines(folder: Path, options: tuple[str, ...]) -> None:
     pair = compare_engines(folder, TRAINER, *options)
-    assert verdict(pair) == "horovod and ddp: the same bits through 7 steps"
+    assert verdict(pair).text == "horovod and ddp: the same bits through 7 steps"
     kinds = pair.one.ranks[0][Moment(1, 1)].line["checksums"]
     assert set(kinds) == {"gradients", "parameters", "optimizer", "buffers"}
     assert all(kinds[kind] for kind in ("gradients", "parameters", "optimizer"))
@@ -169,7 +169,7 @@ def test_script_computes_the_same_bits_on_both_engines(
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed: pip install {library.replace('_', '-')}")
     pair = compare_engines(folder, str(SCRIPTS / f"{name}.py"))
-    assert verdict(pair) == "horovod and ddp: the same bits through 7 steps"
+    assert verdict(pair).text == "horovod and ddp: the same bits through 7 steps"
     for trace in (pair.one, pair.other):
         step = trace.steps[-1]
         assert trace.loss(step) > 0
@@ -189,7 +189,7 @@ def test_one_process_is_within_1e_5(folder: Path) -> None:
     assert cause.text.startswith("sums are taken in another order (fp32, on 2 and 1 ranks)")
     words = (*BASE, "--reproducible", "2")
     both = trace_run(folder, "ddp", TRAINER, *words), trace_run(folder, "single", TRAINER, *words, ranks=1)
-    assert verdict(Pair.compare(*both)) == "ddp and single: the same bits through 7 steps"
+    assert verdict(Pair.compare(*both)).text == "ddp and single: the same bits through 7 steps"
     plain = trace_run(folder, "single", TRAINER, *BASE, "--accumulate", "2", ranks=1)
     assert "with --reproducible N in the job" in "\n".join(
         details(Pair.compare(trace_run(folder, "ddp", TRAINER, *BASE), plain))

@@ -13,8 +13,8 @@ from launchers import SCRIPTS, launch, start
 from waiting import wait_for
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.verify_resume import cli
-from hvd_trainer.tools.verify_resume.campaign import Campaign, Killed
+from hvd_trainer.tools import verify_resume
+from hvd_trainer.tools.verify_resume import Campaign, Killed
 
 SCRIPT = str(SCRIPTS / "torch_ddp.py")
 SAME = "the final weights are the same, to the last bit."
@@ -49,10 +49,10 @@ def test_verify_resume_kills_a_script_and_its_launcher(
 
 def test_out_is_tried_before_the_first_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A folder that could not be written to was told after all kills, and the page was lost."""
-    monkeypatch.setattr(cli, "verify", lambda *_, **__: pytest.fail("it has begun"))
+    monkeypatch.setattr(verify_resume, "verify", lambda *_, **__: pytest.fail("it has begun"))
     (tmp_path / "file").touch()
     with pytest.raises(OptionError, match="cannot be written to"):
-        cli.main(["--out", str(tmp_path / "file" / "out"), "--", SCRIPT])
+        verify_resume.main(["--out", str(tmp_path / "file" / "out"), "--", SCRIPT])
 
 
 def test_sigterm_ends_what_was_started(tmp_path: Path) -> None:

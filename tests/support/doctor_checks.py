@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_trainer.horovod_build.facts import Facts, Gpu, TorchFacts
 from hvd_trainer.tools.doctor import cli
-from hvd_trainer.tools.doctor.context import Context, Options, Programs, look_up
+from hvd_trainer.tools.doctor.context import Context, Options, ending_programs, look_up
 from hvd_trainer.tools.doctor.findings import Finding
 
 TORCH = TorchFacts(
@@ -41,7 +41,7 @@ def run_checks(
 ) -> list[Finding]:
     """Run some of the checks as the tool runs them, without the probe of PyTorch."""
     variables = {**os.environ, **(environ or {})}
-    with Programs(variables, time.monotonic() + limit_s) as programs:
+    with ending_programs(variables, time.monotonic() + limit_s) as programs:
         context = Context(Options(**options), programs, variables, look_up, lambda: facts or Facts(torch))
         return cli.run_checks(context, {name: cli.CHECKS[name] for name in names})
 

@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_trainer.measure.command import read_backends, read_command
-from hvd_trainer.measure.equal_work import Side, refuse_unequal
+from hvd_trainer.measure.equal_work import refuse_unequal
 from hvd_trainer.measure.figures import are_figures
 from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.measure.machine import Ran, busy_warning, conditions, describe_machine
 from hvd_trainer.measure.measured import describe_speed
 from hvd_trainer.measure.stale import digest_of_files
 from hvd_trainer.measure.start import locked_folder
-from hvd_trainer.measure.trials import TrialRunner, read_runs
+from hvd_trainer.measure.trials import RunRecord, TrialRunner, read_runs
 from hvd_trainer.tools.compare import report, search_report
 from hvd_trainer.tools.compare.options import CompareOptions, check_together, read_ranks
 from hvd_trainer.tools.compare.plan import CompareTrial, plan, read_axes
@@ -126,9 +127,9 @@ def measure(trials: Sequence[CompareTrial], folder: Path, options: CompareOption
         runner.warn(text)
     by_key = {trial.key: trial for trial in trials}
     known = [(by_key[run.key], run) for run in runner.last.values() if run.key in by_key]
-    sides: list[Side] = []
+    done = defaultdict[str, list[RunRecord]](list)
     for trial, run in itertools.chain(known, runner.run_all(to_do, describe=describe_speed)):
         if run.state == "done":
-            sides.append(trial.side(run))
-            for other in sides:
-                refuse_unequal(other, sides[-1])
+            for other in done[trial.variant]:  # the work of other variants is another on purpose
+                refuse_unequal(other, run)
+            done[trial.variant].append(run)

@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvd_trainer.config.checks import flag
 from hvd_trainer.errors import OptionError
-from hvd_trainer.measure.command import LAUNCHER_OF, option_of, read_backends
-from hvd_trainer.measure.equal_work import Side
+from hvd_trainer.measure.command import LAUNCHER_OF, read_backends, with_options
 from hvd_trainer.measure.machine import threads_per_rank
 from hvd_trainer.measure.measured import MeasuredTrial
-from hvd_trainer.measure.trials import RunRecord
 from hvd_trainer.tools.compare.options import CompareOptions, read_ranks
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.text import plural
@@ -68,27 +65,15 @@ class CompareTrial(MeasuredTrial):
         """`ddp, chunks 4`: its entry and variant."""
         return ", ".join(filter(None, (self.entry, self.variant)))
 
-    def side(self, run: RunRecord) -> Side:
-        """Return a run of it as the check of equal work sees it."""
-        return Side(self.entry, self.ranks, run.figures["work"], self.variant)
-
     def read(self, log: Path) -> dict[str, Any] | None:
         """Return the figures of a run of it; None if it did not come to its end.
 
         Raises:
-            OptionError: no step counts, or each rank has trained alone.
+            OptionError: all its steps belong to the warm-up, or each rank has trained alone.
         """
         figures = super().read(log)
-        if figures is not None:
-            self.check_steps(figures)
-        return figures
-
-    def check_steps(self, figures: Mapping[str, Any]) -> None:
-        """Check that a run has steps that count, of ranks that work together.
-
-        Raises:
-            OptionError: all of them belong to the warm-up, or each rank has trained alone.
-        """
+        if figures is None:
+            return None
         work = figures["work"]
         if work.get("world_size", self.processes) != self.processes:
             raise OptionError(
@@ -101,6 +86,7 @@ class CompareTrial(MeasuredTrial):
                 f"{self.label} makes {plural(work['steps'], 'step')}, and the first {self.warmup_steps} do not "
                 f"count: give the job more --epochs, or type a lower --warmup-steps"
             )
+        return figures
 
 
 def plan(
@@ -131,7 +117,7 @@ def plan(
                 entry=entry.name,
                 variant=variant,
                 values={ENTRIES: entry.name, RANKS: str(ranks)} | {axis.name: value for axis, value in pairs},
-                job=entry.script or with_values(job, pairs),
+                job=entry.script or with_options(job, [(axis.typed, value) for axis, value in pairs]),
                 engine=entry.engine,
                 ranks=ranks,
                 threads=threads,
@@ -212,21 +198,3 @@ def read_axes(texts: Sequence[str]) -> list[Axis]:
             raise OptionError(f"--vary {name} is given twice: put all its values into one list")
         axes.append(Axis(name, tuple(dict.fromkeys(listed)), f"--{typed}"))
     return axes
-
-
-def with_values(job: Sequence[str], pairs: Sequence[tuple[Axis, str]]) -> tuple[str, ...]:
-    """Return the job's words with a value of each axis, or with a switch that is there or not.
-
-    It comes at the place of the one that it replaces, or at the end. An option that the job is typed with twice
-    is replaced twice, since the last one counts.
-    """
-    words = list(job)
-    for axis, value in pairs:
-        places = [place for place, word in enumerate(words) if option_of(word) == flag(axis.name)]
-        is_switch = value in ("true", "false")
-        for place in reversed(places or [len(words)]):
-            old = "".join(words[place : place + 1])
-            typed = old.partition("=")[0] or axis.typed
-            new = ([typed] if value == "true" else []) if is_switch else [typed, value]
-            words[place : place + (1 if is_switch or "=" in old else 2)] = new
-    return tuple(words)

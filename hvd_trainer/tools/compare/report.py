@@ -72,7 +72,7 @@ def conclude(comparison: Comparison) -> Report:
         pictures=[*draw_heat_map(comparison), *draw_speed(comparison.results)],
         notes=notes(comparison),
         advice=[
-            *([command_of(comparison, "--retry-failed")] if failed else []),
+            *([command_of(comparison, "--retry-failed", "true")] if failed else []),
             *([more_rounds(comparison)] if few else []),
         ],
         data=data_of(comparison),
@@ -110,9 +110,9 @@ def more_rounds(comparison: Comparison) -> str:
     return command_of(comparison, "--rounds", str(rounds + GOOD_ROUNDS - fewest))
 
 
-def command_of(comparison: Comparison, *words: str) -> str:
-    """Return the command as it was typed, with further options."""
-    own = with_options(comparison.options, words)
+def command_of(comparison: Comparison, option: str, value: str) -> str:
+    """Return the command as it was typed, with a further option."""
+    own = with_options(comparison.options, [(option, value)])
     return shlex.join([*COMMAND.split(), "compare", *own, "--", *comparison.job])
 
 

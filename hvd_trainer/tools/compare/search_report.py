@@ -118,8 +118,8 @@ def line_of(job: SearchJob, backend: str, result: SearchResult, folder: Path) ->
     if job.is_script:
         run = [*COMMAND.split(), "run", "--np", str(job.ranks), "--backend", backend, *as_words(result.settings)]
         return shlex.join([*run, "--", *job.words])
-    own = option_values(job.words, "--backend") and ["--backend", backend]  # it wins over the file
-    words = with_options(job.words, [*own, "--config", str(folder / f"{backend}.yaml")])
+    own = [("--backend", backend)] if option_values(job.words, "--backend") else []  # it wins over the file
+    words = with_options(job.words, [*own, ("--config", str(folder / f"{backend}.yaml"))])
     launcher = launcher_of(backend, job.words)
     size = "--nproc-per-node" if launcher == "torchrun" else "-np"
     python = [] if launcher == "torchrun" else ["python"]

@@ -21,7 +21,7 @@ from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import first_line
 from hvd_trainer.measure.start import exit_on_sigterm
 from hvd_trainer.tools.doctor import gpus, hosts, launchers, machine, network, software
-from hvd_trainer.tools.doctor.context import Context, Options, Programs
+from hvd_trainer.tools.doctor.context import Context, Options, ending_programs
 from hvd_trainer.tools.doctor.findings import (
     Finding,
     as_json,
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     options.check()
     began = time.monotonic()
     text = f"looking around, {options.timeout_s:g} s at most ..."
-    with _transient_line(text), Programs(os.environ, began + options.timeout_s) as programs:
+    with _transient_line(text), ending_programs(os.environ, began + options.timeout_s) as programs:
         context = Context(options, programs, os.environ)
         findings = run_checks(context, CHECKS)
     width = name_width(findings)

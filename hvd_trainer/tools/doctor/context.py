@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -26,12 +23,13 @@ import tyro
 from annotated_types import Ge, Gt
 
 from hvd_trainer.config.checks import range_errors, refuse
-from hvd_trainer.errors import LaunchError, OptionError
+from hvd_trainer.errors import OptionError
 from hvd_trainer.horovod_build import facts
 from hvd_trainer.horovod_build.facts import Facts
+from hvd_trainer.measure.start import NOTHING, Start, end_processes, run_to_end
 from hvd_trainer.utils.process import start_in_thread
 
-MARGIN_S = 0.5
+MARGIN_S = 1.0
 """A program is killed this long before the checks' deadline, so that its check can still report it."""
 
 
@@ -104,89 +102,62 @@ class Answer(NamedTuple):
     code: int | None
     """the exit code; None: its time was up"""
     out: str
-    err: str
+    """of stdout and stderr"""
 
     @property
     def last_line(self) -> str:
-        """The last line of stderr, or of stdout where stderr is empty; else how the program ended."""
-        lines = (self.err.strip() or self.out.strip()).splitlines()
+        """The last line that it printed; else how it ended."""
         if self.code is None:
             return "no answer in time"
-        return lines[-1].strip() if lines else f"exit code {self.code}"
+        return [f"exit code {self.code}", *self.out.strip().splitlines()][-1].strip()
 
 
+@dataclass(frozen=True)
 class Programs:
-    """The programs that the checks start; none of them outlives the `with` block.
+    """The programs that the checks start."""
 
-    Args:
-        environ: the environment of the programs.
-        deadline: when all of them must have ended, by `time.monotonic`.
-    """
-
-    def __init__(self, environ: Mapping[str, str], deadline: float) -> None:
-        self._environ, self._deadline = environ, deadline
-        self._running: set[subprocess.Popen[str]] = set()
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def __enter__(self) -> Programs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._closed = True
-            left = list(self._running)
-        for process in left:
-            _kill(process)
+    environ: Mapping[str, str]
+    """their environment"""
+    deadline: float
+    """when all of them must have ended, by `time.monotonic`"""
+    folder: Path
+    """for the output of each; without it none is started"""
 
     def left_s(self, margin_s: float = 0.0) -> float:
         """Return how long a check may still take, or a program, with `MARGIN_S`, in seconds."""
-        return max(0.0, self._deadline - time.monotonic() - margin_s)
+        return max(0.0, self.deadline - time.monotonic() - margin_s)
 
     def find(self, name: str) -> str | None:
         """Find a program on PATH, or where Linux keeps those of the administrator; None if there is none."""
-        path = os.pathsep.join([self._environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+        path = os.pathsep.join([self.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
         return shutil.which(name, path=path)
 
-    def ask(self, *command: str, limit_s: float = inf, text: str = "") -> Answer:
+    def ask(self, *command: str, limit_s: float = inf, stdin: Path = NOTHING) -> Answer:
         """Run a program to its end, or kill it when its time is up, and return its output.
 
         Args:
             limit_s: in seconds, if not until the deadline.
-            text: its stdin.
+            stdin: the file that it reads.
 
         Raises:
-            LaunchError: the `with` block has ended.
+            FileNotFoundError: the checks have ended.
         """
-        # Files, because a process that left the group may hold a pipe open for ever.
-        file = partial(tempfile.TemporaryFile, "w+", errors="replace")
-        with file() as given, file() as out, file() as err:
-            given.write(text)
-            given.seek(0)
-            with self._lock:
-                if self._closed:
-                    raise LaunchError("the time is up")
-                environ = dict(self._environ)
-                process = subprocess.Popen(
-                    command, env=environ, stdin=given, stdout=out, stderr=err, text=True, start_new_session=True
-                )
-                self._running.add(process)
-            code = None
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(min(limit_s, self.left_s(MARGIN_S)))
-            _kill(process)
-            self._running.discard(process)
-            out.seek(0)
-            err.seek(0)
-            return Answer(code, out.read(), err.read())
+        place = Path(tempfile.mkdtemp(dir=self.folder))
+        start, output = Start(command, self.environ, stdin=stdin), place / "output"
+        code = run_to_end(start, place, output, limit_s=min(limit_s, self.left_s(MARGIN_S)))
+        return Answer(code, output.read_text(errors="replace"))
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill a program with its process group, unless it has ended."""
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+@contextmanager
+def ending_programs(environ: Mapping[str, str], deadline: float) -> Iterator[Programs]:
+    """Yield what starts programs, none of which outlives the `with` block."""
+    with tempfile.TemporaryDirectory(prefix="hvd_trainer-doctor-", ignore_cleanup_errors=True) as folder:
+        programs = Programs(environ, deadline, Path(folder))
+        try:
+            yield programs
+        finally:
+            for place in programs.folder.iterdir():
+                end_processes(place)
 
 
 def look_up(name: str) -> list[str]:

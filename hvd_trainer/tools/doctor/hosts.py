@@ -66,7 +66,7 @@ def _check_host(context: Context, local: Mapping[str, Any], host: Host) -> list[
     if ssh is None:
         return [error(name, "there is no ssh here, by which hosts are reached", "apt-get install openssh-client")]
     began = time.time()
-    answer = context.programs.ask(*_command(context, ssh, host), text=Path(facts.__file__).read_text())
+    answer = context.programs.ask(*_command(context, ssh, host), stdin=Path(facts.__file__))
     asked = began, time.time()
     why = f"no answer in {context.options.timeout_s:g} s" if answer.code is None else answer.last_line
     # A login script may print, too.

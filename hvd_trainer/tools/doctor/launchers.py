@@ -44,9 +44,8 @@ def check_mpi(context: Context) -> list[Finding]:
     if answer.code != 0:
         remedy = "mpirun --version    (if you need it: horovodrun and torchrun do without)"
         return [warning("MPI", f"{mpirun} does not run: {answer.last_line}", remedy)]
-    said = answer.out + answer.err
-    hydra = re.search(r"^\s*Version:\s+(\S+)", said, re.MULTILINE) if "HYDRA" in said else None
-    first = re.sub(r"^mpirun \((.+)\) ", r"\1 ", next(iter(said.strip().splitlines()), "of unknown version"))
+    hydra = re.search(r"^\s*Version:\s+(\S+)", answer.out, re.MULTILINE) if "HYDRA" in answer.out else None
+    first = re.sub(r"^mpirun \((.+)\) ", r"\1 ", next(iter(answer.out.strip().splitlines()), "of unknown version"))
     texts = [f"MPICH {hydra[1]}" if hydra else first]
     if os.geteuid() == 0 and "Open MPI" in texts[0]:
         texts.append("as root it wants --allow-run-as-root")

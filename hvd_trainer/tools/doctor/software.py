@@ -31,7 +31,7 @@ def check_python(context: Context) -> list[Finding]:
     typed = context.programs.find("python")
     other = "there is no `python` on PATH, where launchers look for it"
     if typed is not None:
-        if context.programs.ask(typed, "-c", "import sys; print(sys.prefix)").out.strip() == sys.prefix:
+        if context.programs.ask(typed, "-c", "import sys; print(sys.prefix)").last_line == sys.prefix:
             return [ok("python", interpreter)]
         other = f"`python` on PATH, which launchers would start, is another one: {typed}"
     folder = Path(sys.executable).parent

@@ -51,10 +51,7 @@ def conclude(
         ran=ran,
         verdicts=[
             *(Verdict(text, "failed", badge=f"FAILED {len(failed)} OF {len(runs)}") for text in failed),
-            *(
-                Verdict(verdict(pair), "sure" if pair.same else "failed", [*details(pair)], badge=badge(pair))
-                for pair in pairs
-            ),
+            *map(verdict, pairs),
         ],
         pictures=[*_pictures(pairs)],
         warnings=[*warnings, *dict.fromkeys(suspect)],
@@ -78,36 +75,27 @@ def _notes(traces: Sequence[Trace], pairs: Sequence[Pair], folder: Path) -> Iter
 # The verdict on two runs.
 
 
-def verdict(pair: Pair) -> str:
-    """Return the verdict as one sentence."""
+def verdict(pair: Pair) -> Verdict:
+    """Return the verdict in one sentence, with its details."""
+    steps, gap = plural(len(pair.gaps), "step"), max(pair.gaps.values(), default=0.0)
+    if pair.same and gap:
+        apart = f"Parameters are up to {gap:.1e} apart; allowed are {pair.allowed}"
+        return Verdict(f"{pair.name}: alike through {steps}. {apart}", "sure", badge="ALIKE")
     if pair.same:
-        return f"{pair.name}: {_agreement(pair)}"
+        text = f"{pair.name}: the same bits through {steps}"
+        text += "" if pair.allowed.exact else ", though they need not be"
+        return Verdict(text, "sure", badge="THE SAME BITS")
     first = pair.findings[0].when
     before = len([step for step in pair.gaps if step < first.step + (first.name == "evaluation")])
     same = "the same bits" if pair.allowed.exact else "alike"
     both = {finding.run for finding in pair.findings} == {run.name for run in pair.runs}
     who = f"the ranks of {pair.name} differ among each other" if both else f"{pair.name} differ"
-    return f"{who} {first}" + (f", after {plural(before, 'step')} of {same}." if before else ".")
-
-
-def badge(pair: Pair) -> str:
-    """Return the verdict in a few words."""
-    if pair.same:
-        return "ALIKE" if any(pair.gaps.values()) else "THE SAME BITS"
-    return f"DIFFERENT {pair.findings[0].when}".upper()
-
-
-def _agreement(pair: Pair) -> str:
-    steps, gap = plural(len(pair.gaps), "step"), max(pair.gaps.values(), default=0.0)
-    if pair.allowed.exact or not gap:
-        return f"the same bits through {steps}" + ("" if pair.allowed.exact else ", though they need not be")
-    return f"alike through {steps}. Parameters are up to {gap:.1e} apart; allowed are {pair.allowed}"
+    text = f"{who} {first}" + (f", after {plural(before, 'step')} of {same}." if before else ".")
+    return Verdict(text, "failed", [*details(pair)], badge=f"DIFFERENT {first}".upper())
 
 
 def details(pair: Pair) -> Iterator[str]:
-    """Yield sentences on what differs, its causes, and what to do; none on equal runs."""
-    if pair.same:
-        return
+    """Yield sentences on what differs, its causes, and what to do."""
     first, *others = pair.findings
     yield f"First: {describe(first)}."
     if others:
@@ -209,7 +197,7 @@ def _data(runs: Sequence[TracedRun], pairs: Sequence[Pair]) -> dict[str, Any]:
             {
                 "runs": [run.name for run in pair.runs],
                 "same": pair.same,
-                "verdict": verdict(pair),
+                "verdict": verdict(pair).text,
                 "tolerance": pair.allowed._asdict(),
                 "findings": [
                     asdict(finding) | {"when": str(finding.when), "step": finding.when.step}

@@ -98,8 +98,9 @@ def _pairs(one: Trace, other: Trace, when: Moment, kind: str) -> list[TensorPair
 
 def _whole(trace: Trace, when: Moment, kind: str, rank: int) -> Iterator[str]:
     """Yield the names of tensors of a rank that are not split over ranks."""
-    sliced = set(trace.start["sliced"])
-    for name in trace.ranks[rank][when].checksums(kind):
+    snapshots = trace.ranks[rank]
+    sliced = set(snapshots[min(snapshots)].line["sliced"])  # a stage has tensors of its own
+    for name in snapshots[when].checksums(kind):
         if not {name, name.rpartition("/")[0]} & sliced:  # `fc1.weight`, or its `fc1.weight/exp_avg`
             yield name
 

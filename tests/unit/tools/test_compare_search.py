@@ -278,14 +278,16 @@ def test_settings_keep_the_options_of_the_jobs_file(tmp_path: Path) -> None:
 
 
 def test_line_to_type_starts_the_engine_that_was_measured(tmp_path: Path) -> None:
-    """An engine that is typed won over the one of the file, and MPI was to be started by horovodrun."""
+    """An engine that is typed won over the one of the file, MPI was to be started by horovodrun, and a word behind
+    an option that is replaced was lost.
+    """
     result = SearchResult({"threads": 2})
-    job = SearchJob(("job.py", "--backend", "horovod", "--transport=mpi"), 2, ON_TRAINER)
+    job = SearchJob(("job.py", "--backend", "horovod", "data", "--transport=mpi"), 2, ON_TRAINER)
     assert line_of(job, "ddp", result, tmp_path) == (
-        f"torchrun --nproc-per-node 2 job.py --transport=mpi --backend ddp --config {tmp_path}/ddp.yaml"
+        f"torchrun --nproc-per-node 2 job.py --backend ddp data --transport=mpi --config {tmp_path}/ddp.yaml"
     )
     line = line_of(job, "horovod", result, tmp_path)
-    assert line.startswith("mpirun -np 2 python job.py --transport=mpi --backend horovod --config ")
+    assert line.startswith("mpirun -np 2 python job.py --backend horovod data --transport=mpi --config ")
 
 
 # The job, and its report.

@@ -13,12 +13,15 @@ from compared import FIGURES, JOB, WORK, only, run_of, trials_of
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure import formats, machine
-from hvd_trainer.measure.equal_work import Side, differences, refuse_unequal
+from hvd_trainer.measure.command import with_options
+from hvd_trainer.measure.equal_work import differences, refuse_unequal
+from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.start import Start
+from hvd_trainer.measure.trials import RunRecord
 from hvd_trainer.tools.compare import cli
 from hvd_trainer.tools.compare.options import CompareOptions
-from hvd_trainer.tools.compare.plan import CompareTrial, read_axes, with_values
+from hvd_trainer.tools.compare.plan import CompareTrial, read_axes
 from hvd_trainer.tools.parity import traced_runs
 
 
@@ -104,19 +107,16 @@ def test_scripts_take_horovods_step_on_both_engines(tmp_path: Path) -> None:
     assert asked == [True, True, False, True, True]
 
 
-def test_values_of_options_are_varied_at_their_place(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import torch\n")
-    job = (str(script), "--batch_size=8", "data", "--lr", "0.5", "folder", "--fp16")
+def test_values_of_options_are_varied_at_their_place() -> None:
+    job = ("train.py", "--batch_size=8", "data", "--lr", "0.5", "folder", "--fp16")
     axes = read_axes(["batch-size=16,32", "lr=0.1", "fp16=true,false", "momentum=0.9"])
-    values = itertools.product(*(axis.values for axis in axes))
-    found = [" ".join(with_values(job, list(zip(axes, chosen, strict=True)))[1:]) for chosen in values]
-    assert found == [
+    variants = itertools.product(*([(axis.typed, value) for value in axis.values] for axis in axes))
+    assert [" ".join(with_options(job, variant)[1:]) for variant in variants] == [
         f"--batch_size {size} data --lr 0.1 folder{fp16} --momentum 0.9"
         for size in (16, 32)
         for fp16 in (" --fp16", "")
     ]
-    twice = with_values(("train.py", "--lr", "1", "--lr=2"), [(axes[1], "0.1")])
+    twice = with_options(("train.py", "--lr", "1", "--lr=2"), [("--lr", "0.1")])
     assert twice == ("train.py", "--lr", "0.1", "--lr", "0.1"), "of an option typed twice the last one counts"
 
 
@@ -210,8 +210,8 @@ def test_compare_without_training_says_that_it_failed(
 # Equal work.
 
 
-def side(name: str, ranks: int = 2, **changed: Any) -> Side:
-    return Side(name, ranks, {**WORK, **changed})
+def run_with(entry: str, ranks: int = 2, **work: Any) -> RunRecord:
+    return RunRecord({"entry": entry, "ranks": ranks}, 1, "done", 9.0, figures={"work": work})
 
 
 @pytest.mark.parametrize(
@@ -235,31 +235,43 @@ def side(name: str, ranks: int = 2, **changed: Any) -> Side:
 )
 def test_unequal_work_is_refused_and_named(changed: Mapping[str, Any], text: str) -> None:
     with pytest.raises(OptionError) as caught:
-        refuse_unequal(side("horovod", samples=640), side("ddp", **changed))
+        refuse_unequal(run_with("horovod", **WORK, samples=640), run_with("ddp", **{**WORK, **changed}))
     assert "horovod on 2 and ddp on 2 ranks have not done the same work" in str(caught.value)
     assert text in str(caught.value)
 
 
-def test_work_may_differ_between_numbers_of_ranks_and_variants() -> None:
+def test_work_may_differ_between_numbers_of_ranks() -> None:
     """Steps go with the ranks, unless the global batch stays."""
-    four = side("ddp", 4, steps=118, global_batch_size=512, rates=[[0.004, 118]])
-    assert differences(side("ddp"), four) == []
-    same_batch = side("ddp", 4, steps=118, rates=[[0.004, 118]])
-    (line,) = differences(side("ddp"), same_batch)
+    two = run_with("ddp", **WORK)
+    four = run_with("ddp", 4, **{**WORK, "steps": 118, "global_batch_size": 512, "rates": [[0.004, 118]]})
+    assert differences(two, four) == []
+    same_batch = run_with("ddp", 4, **{**WORK, "steps": 118, "rates": [[0.004, 118]]})
+    (line,) = differences(two, same_batch)
     assert line.startswith("optimizer steps: 235 and 118")
-    assert differences(side("ddp"), side("ddp", 4, precision="bf16"))
-    plain = Side("plain.py", 2, {"steps": 235, "parameters": 21840, "rates": [[0.002 * (1 + 1e-12), 235]]})
-    assert differences(side("ddp"), plain) == [], "unknown work of a script is not compared"
+    assert differences(two, run_with("ddp", 4, **{**WORK, "precision": "bf16"}))
+    plain = run_with("plain.py", steps=235, parameters=21840, rates=[[0.002 * (1 + 1e-12), 235]])
+    assert differences(two, plain) == [], "unknown work of a script is not compared"
+
+
+def test_only_work_with_the_same_values_of_options_is_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     trials = trials_of(ranks="2", backends="horovod,ddp", batch_size="16,32")
-    sides = [t.side(run_of(t, batch=2 * int(t.values["batch_size"]))) for t in trials]
-    assert not any(differences(one, other) for one, other in itertools.combinations(sides, 2))
-    wrong = trials[-1].side(run_of(trials[-1], batch=63))
-    assert differences(sides[-2], wrong) == ["global batch: 64 and 63"]
+    runs = {trial.key: run_of(trial, batch=2 * int(trial.values["batch_size"])) for trial in trials}
+    monkeypatch.setattr("hvd_trainer.measure.trials.run_to_end", lambda *_, **__: 0)
+    monkeypatch.setattr(CompareTrial, "read", lambda trial, _: runs[trial.key].figures)
+    cli.measure(trials, tmp_path, CompareOptions(rounds=1))
+    runs[trials[-1].key] = run_of(trials[-1], batch=63)
+    with pytest.raises(OptionError, match="horovod on 2 and ddp on 2 ranks .*\n  global batch: 64 and 63"):
+        cli.measure(trials, tmp_path, CompareOptions(rounds=2))
 
 
-def test_runs_that_measure_nothing_are_refused() -> None:
+def test_runs_that_measure_nothing_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Ranks that train alone exchange nothing, which no exchange is as fast as."""
+    figures: dict[str, Any] = {"work": {"steps": 20, "world_size": 1}, "step_s": 0.1}
+    monkeypatch.setattr(MeasuredTrial, "read", lambda trial, log: figures)
     with pytest.raises(OptionError, match=r"its processes has trained alone. Add to the script: hvd.init\(\)"):
-        only(ranks="2").check_steps({"work": {"steps": 20, "world_size": 1}, "step_s": 0.1})
+        only(ranks="2").read(tmp_path)
+    figures = {"work": {"steps": 10}}
     with pytest.raises(OptionError, match=r"ddp x 1 makes 10 steps, and the first 10 do not count: give the job"):
-        only().check_steps({"work": {"steps": 10}})
+        only().read(tmp_path)

@@ -23,7 +23,6 @@ from msgspec import structs
 from pages import open_page
 
 from hvd_trainer.measure import machine, stacks
-from hvd_trainer.measure.command import with_options
 from hvd_trainer.measure.listener import Step
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.report import Report
@@ -756,12 +755,6 @@ def test_swap_and_steal_by_recorded_figures(monkeypatch: pytest.MonkeyPatch) -> 
     watch._began = time.monotonic() - 1
     use = watch.end()
     assert (use.swapped_pages, use.stolen) == (10_000, pytest.approx(0.5, rel=0.1))
-
-
-def test_with_options_replaces_options_of_the_job() -> None:
-    job = ["train.py", "--epochs", "3", "--batch-size=8", "--leave-out", "data", "exchange", "--lr", "1"]
-    words = ["--epochs", "9", "--batch_size", "16", "--leave-out", "data"]
-    assert with_options(job, words) == ["train.py", "--lr", "1", *words]
 
 
 # The sampler.

@@ -1,37 +1,70 @@
-"""Kill a script again and again, start it again with the same words, and compare its weights in the end.
+"""Run `python -m hvd_trainer verify-resume`: kill a training again and again, and prove that nothing was lost.
 
-The script saves and resumes by its own means: in its working folder, or in the folder that stands as {folder}
-among its words. The run that is killed has others than the undisturbed run.
+A script is killed, started again with the same words, and its weights are compared in the end. It saves and
+resumes by its own means: in its working folder, or in the folder that stands as {folder} among its words. The run
+that is killed has others than the undisturbed run.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from annotated_types import Ge
 
 from hvd_trainer.errors import LaunchError, OptionError
+from hvd_trainer.measure.command import read_command
 from hvd_trainer.measure.failure_reason import why_no_step
-from hvd_trainer.measure.figures import RANKS_DIFFER
+from hvd_trainer.measure.figures import RANKS_DIFFER, read_figures
+from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.own_files import describe_outside, in_own_folder, written_outside
 from hvd_trainer.measure.recorders import MARK
 from hvd_trainer.measure.report import Bar, Bars, Report, Table, Verdict
-from hvd_trainer.measure.start import Start, find_processes, launched, run_to_end
+from hvd_trainer.measure.start import Start, find_processes, launched, locked_folder, run_to_end
 from hvd_trainer.measure.steps import FIRST_STEP
-from hvd_trainer.utils.text import plural
+from hvd_trainer.utils.text import COMMAND, plural
 
 END_S, AFTER_KILL_S, SETTLE_S, POLL_S = 3600.0, 180.0, 45.0, 0.005
+
+
+@dataclass(frozen=True)
+class Options:
+    """Kill a training again and again, and prove that nothing was lost.
+
+    The script behind -- runs once undisturbed. Then it runs again, and ranks and the launcher are killed after
+    random numbers of steps; after each kill the same command continues. In the end both must have trained the same
+    weights, to the last bit. Each of the two has a working folder of its own; where the script is told its
+    checkpoint, write {folder}: a job that is built on the Trainer needs --log-dir {folder}/log --resume auto.
+
+    Exit codes: 0 nothing was lost, 1 something was, 2 a mistake, or a run failed.
+    """
+
+    kills: Annotated[int, Ge(1)] = 12
+    """how many"""
+    backend: Literal["horovod", "ddp"] = "horovod"
+    """the engine"""
+    np: Annotated[int, Ge(1)] = 2
+    """ranks"""
+    seed: int = 0
+    """of moments and victims"""
+    keep: bool = False
+    """keep the folder of both runs"""
+    out: Path = Path("runs/verify-resume")
+    """folder for resume.html, .md and .json"""
 
 
 class Killed(NamedTuple):
@@ -54,16 +87,17 @@ class Script:
     engine: str
     ranks: int
 
-    def trial(self, hold: tuple[int, int] | None = None) -> MeasuredTrial:
-        """Return how it is run: (rank, steps) says which rank is held, to be killed, after how many steps."""
-        return MeasuredTrial(
+    def start(self, place: Path, hold: tuple[int, int] | None = None) -> Start:
+        """Return how it is started in `place`, that of one start in the run's.
+
+        Args:
+            hold: which rank is held, to be killed, after how many steps.
+        """
+        place.mkdir(parents=True)
+        trial = MeasuredTrial(
             job=self.job, engine=self.engine, ranks=self.ranks, endless=False, record={"hold": hold}
         )
-
-    def start(self, place: Path, hold: tuple[int, int] | None = None) -> Start:
-        """Return how it is started in `place`, that of one start in the run's; `hold` as in `trial`."""
-        place.mkdir(parents=True)
-        return in_own_folder(self.trial(hold).start(place), place.parent)
+        return in_own_folder(trial.start(place), place.parent)
 
     def finish(self, place: Path) -> tuple[dict[str, Any], float]:
         """Run it to its end in `place`.
@@ -80,10 +114,10 @@ class Script:
             raise _error(f"had not ended after {END_S:g} s" if code is None else f"ended with code {code}", place)
         for path in written_outside(place.parent):
             print(f"warning: {describe_outside(path)}", file=sys.stderr, flush=True)
-        figures = self.trial().read(place)
+        figures = read_figures(place, self.ranks, warmup_steps=0)
         if figures is None:
             raise _error(f"took no step{why_no_step(place.parent, place)}", place)
-        return figures, _first_step_s(place, began)
+        return figures, (place / FIRST_STEP).stat().st_mtime - began
 
     def kill(self, place: Path, rank: int, steps: int, *, launcher: bool) -> Killed:
         """Start it in `place`, and kill a rank, or the launcher, after so many steps.
@@ -103,18 +137,13 @@ class Script:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(AFTER_KILL_S)
             deadline = time.monotonic() + SETTLE_S
-            while (left := _others(place, process.pid)) and time.monotonic() < deadline:
+            while left := {other.pid for other in find_processes(place)} - {process.pid}:
+                if time.monotonic() > deadline:
+                    break
                 time.sleep(POLL_S)
             victim = "the launcher" if launcher else f"rank {rank}"
-            return Killed(victim, steps, _first_step_s(place, began), left + (process.poll() is None))
-
-
-def _others(place: Path, launcher: int) -> int:
-    return sum(process.pid != launcher for process in find_processes(place))
-
-
-def _first_step_s(place: Path, began: float) -> float:
-    return (place / FIRST_STEP).stat().st_mtime - began
+            first_step_s = (place / FIRST_STEP).stat().st_mtime - began
+            return Killed(victim, steps, first_step_s, len(left) + (process.poll() is None))
 
 
 def _error(what: str, place: Path) -> LaunchError:
@@ -203,3 +232,29 @@ def verify(script: Script, *, kills: int, draw: random.Random, folder: Path) -> 
         )
     same = disturbed["weights"] == undisturbed["weights"] != RANKS_DIFFER
     return Campaign(killed, [*(run.first_step_s for run in killed[1:]), last_s], again, same)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command, and return the exit code: 0 if nothing was lost, else 1.
+
+    Raises:
+        OptionError: an option is out of its range, or there is no job.
+        LaunchError: the script fails without a kill, or does not resume.
+    """
+    ran = Ran.now(f"{COMMAND} verify-resume", argv)
+    options, job = read_command("verify-resume", Options, argv)
+    check_installed("jinja2", "rich")
+    script = Script(job, options.backend, options.np)
+    with locked_folder(options.out) as out:
+        folder = Path(tempfile.mkdtemp(prefix="hvd_trainer-verify-"))
+        try:
+            campaign = verify(script, kills=options.kills, draw=random.Random(options.seed), folder=folder)
+            report = campaign.report(ran)
+            report.show()
+            report.write(out, "resume")
+            return int(report.has_failed)
+        finally:
+            if options.keep:
+                print(f"both runs are in {folder}")
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
