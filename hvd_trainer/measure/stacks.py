@@ -15,9 +15,10 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,6 +43,7 @@ from hvd_trainer.measure.stack_record import (
 from hvd_trainer.measure.switches import SwitchReader
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.files import atomic_write
+from hvd_trainer.utils.import_hooks import wrap
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.tensors import tensors_in
 
@@ -139,15 +141,17 @@ class StackSampler(Listener):
         """See what happens from now on: collectives, the start of loader processes, and the stacks of these."""
         self._calls.install()
         self._loaders.install()
-        os.register_at_fork(after_in_child=self._sample_child)
+        wrap("start", self._start_process, BaseProcess)
 
-    def _sample_child(self) -> None:
-        if self._is_stopped.is_set() or self.phase == WORKER:
-            return
-        file = self._file.with_name(f"{self._file.stem}.worker-{os.getpid()}.json")
-        worker = StackSampler(file, WRITE_WORKER_EVERY_S)
-        worker.phase = WORKER
-        worker.on_start(torch.device("cpu"), on_trainer=False)
+    def _start_process(self, start: Callable[[Any], None], process: Any) -> None:
+        """Start a process that samples its stacks; whether it is a fork does not matter."""
+        if not self._is_stopped.is_set():
+            # What is not forked is sent to the process, and so is this.
+            process.run = partial(run_sampled, process, self._file)
+        try:
+            start(process)
+        finally:
+            vars(process).pop("run", None)
 
     def on_start(self, device: torch.device, *, on_trainer: bool) -> None:
         """Begin to sample, also after `stop`: what was counted before is forgotten."""
@@ -173,7 +177,7 @@ class StackSampler(Listener):
         self._ends.append(time.perf_counter())
 
     def stop(self) -> None:
-        """End sampling, also of processes that are forked from now on, and write the counts, if it has begun."""
+        """End sampling, also of processes that are started from now on, and write the counts, if it has begun."""
         self._is_stopped.set()
         if self._thread is not None:
             self._thread.join()
@@ -305,6 +309,19 @@ class StackSampler(Listener):
             with suppress(OSError, IndexError, ValueError):
                 total += int(file.read_text().split()[1]) if file.parent.name != own else 0
         return total / 1e9
+
+
+def run_sampled(process: BaseProcess, file: Path) -> None:
+    """Run a process that a rank has started, such as a loader's, and sample its stacks until it ends.
+
+    Args:
+        process: this one.
+        file: the record of the rank; that of the process is beside it.
+    """
+    worker = StackSampler(file.with_name(f"{file.stem}.worker-{os.getpid()}.json"), WRITE_WORKER_EVERY_S)
+    worker.phase = WORKER
+    worker.on_start(torch.device("cpu"), on_trainer=False)
+    type(process).run(process)
 
 
 def machine_s() -> float:
