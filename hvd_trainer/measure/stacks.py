@@ -26,15 +26,17 @@ from typing import Any
 import msgspec
 import psutil
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hvd_trainer.measure.collective_calls import CollectiveCalls
 from hvd_trainer.measure.listener import Listener, Step
-from hvd_trainer.measure.loader_starts import LoaderWatch
 from hvd_trainer.measure.stack_record import (
     AFTER_STEP,
     FOLDER,
+    LOADER_START,
     MAIN,
     WORKER,
+    LoaderStarts,
     Place,
     Record,
     StackCount,
@@ -126,7 +128,7 @@ class StackSampler(Listener):
         self._elements = 0
         self._is_stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._calls, self._loaders = CollectiveCalls(), LoaderWatch()
+        self._calls, self._starts, self._is_starting = CollectiveCalls(), LoaderStarts(), False
 
     def _clear(self) -> None:
         """Forget what was counted."""
@@ -134,14 +136,22 @@ class StackSampler(Listener):
         self._step: dict[Stack, tuple[float, float]] = {}
         self._blocks, self._folded = 0, len(self._ends)
         self._calls.clear()
-        self._loaders.clear()
+        self._starts = LoaderStarts()
         self._before = self._counters()
 
     def install(self) -> None:
         """See what happens from now on: collectives, the start of loader processes, and the stacks of these."""
         self._calls.install()
-        self._loaders.install()
+        wrap("__init__", self._start_loader, _MultiProcessingDataLoaderIter)
         wrap("start", self._start_process, BaseProcess)
+
+    def _start_loader(self, start: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
+        """Start a loader's processes, and take note that the rank waits for them until their first batch."""
+        if threading.current_thread() is threading.main_thread():
+            self._is_starting = True
+        start(loader, *args, **kwargs)
+        self._starts.times += 1
+        self._starts.processes += loader._num_workers
 
     def _start_process(self, start: Callable[[Any], None], process: Any) -> None:
         """Start a process that samples its stacks; whether it is a fork does not matter."""
@@ -170,6 +180,7 @@ class StackSampler(Listener):
 
     def on_batch(self, batch: Any, loader: object) -> None:
         self._elements += count_elements(batch)
+        self._is_starting = False
 
     def on_step_end(self, step: Step) -> None:
         if not self._on_trainer:
@@ -199,7 +210,7 @@ class StackSampler(Listener):
             time.sleep(pause)
             now = time.perf_counter()
             frames = sys._current_frames()
-            wall, phase = now - last, self.phase
+            wall, phase = now - last, LOADER_START if self._is_starting and self.phase == "data" else self.phase
             is_late = wall - pause > MIN_LATE_S
             last = now
             others_s = 0.0
@@ -281,7 +292,7 @@ class StackSampler(Listener):
             frames=[describe_frame(*place) for place in numbers],
             stacks=list(self._counts.values()),
             calls=list(calls.values()),
-            starts=self._loaders.starts,
+            starts=self._starts,
             switches=self._switches.read(),
         )
 

@@ -43,8 +43,7 @@ def starts_s(profile: RankProfile) -> float:
     """Return the seconds of a step that starting loader processes takes, with the late batches after it."""
     if profile.starts.times < MIN_STARTS:
         return 0.0
-    late = sum(s.whole.wall if s.role == START else s.slow.wall for s in profile.main("data", START))
-    return max(profile.starts.seconds / profile.steps, late)
+    return sum(s.whole.wall if s.role == START else s.slow.wall for s in profile.main("data", START))
 
 
 def of_collectives(evidence: Evidence, limit: float, queued: float) -> Iterator[Cause]:

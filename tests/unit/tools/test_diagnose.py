@@ -274,9 +274,9 @@ CASES = {
     "loader processes that are born in each epoch": Case(
         (
             make_rank(
-                *(COMPUTE, Part(10, (BATCHES, FETCH), "data", slow=1.0)),
+                *(COMPUTE, Part(6, (BATCHES, FETCH), "loader start"), Part(4, (BATCHES, FETCH), "data", slow=1.0)),
                 durations_ms=(*[10] * 9, 110),
-                starts=LoaderStarts(times=5, processes=10, seconds=0.4),
+                starts=LoaderStarts(times=5, processes=10),
             ),
         ),
         *("loader starts", 10, "train.py:50 main, for x in loader: persistent_workers=True"),

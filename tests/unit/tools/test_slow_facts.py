@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, dataloader
 
 from hvd_trainer.measure.collective_calls import OF_TORCH, CollectiveCalls
 from hvd_trainer.measure.listener import Step
-from hvd_trainer.measure.loader_starts import LoaderWatch
-from hvd_trainer.measure.stack_record import MAIN, WORKER, Record
+from hvd_trainer.measure.stack_record import LOADER_START, MAIN, WORKER, Record
 from hvd_trainer.measure.stacks import StackSampler
 from hvd_trainer.measure.switches import SwitchReader
 
@@ -35,8 +34,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> None:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(module, name))
     kind = dataloader._MultiProcessingDataLoaderIter
-    for name in ("__init__", "_next_data", "_shutdown_workers"):
-        monkeypatch.setattr(kind, name, getattr(kind, name))
+    monkeypatch.setattr(kind, "__init__", kind.__init__)
     monkeypatch.setattr(BaseProcess, "start", BaseProcess.start)
 
 
@@ -97,22 +95,29 @@ class Squares(torch.utils.data.Dataset[int]):
         return index**2
 
 
-@pytest.mark.parametrize(("persistent", "times"), [(False, 3), (True, 1)])
-@pytest.mark.usefixtures("patched")
-def test_starts_of_loader_processes_are_counted(persistent: bool, times: int) -> None:
-    watch = LoaderWatch()
-    watch.install()
-    loader = DataLoader(Squares(), num_workers=2, persistent_workers=persistent)
-    for _ in range(3):
-        assert len(list(loader)) == 4
-    assert (watch.starts.times, watch.starts.processes) == (times, 2 * times)
-    assert watch.starts.seconds > 0
-
-
 class Slow(Squares):
     def __getitem__(self, index: int) -> int:
         time.sleep(0.3)
         return index
+
+
+@pytest.mark.parametrize(("persistent", "times"), [(False, 3), (True, 1)])
+@pytest.mark.usefixtures("patched")
+def test_starts_of_loader_processes_are_counted(persistent: bool, times: int, tmp_path: Path) -> None:
+    """Until the first batch the rank waits for them, and then for data."""
+    sampler = StackSampler(tmp_path / "rank-0.json")
+    sampler.install()
+    sampler.on_start(torch.device("cpu"), on_trainer=True)
+    sampler.phase = "data"
+    loader = DataLoader(Slow(), num_workers=2, persistent_workers=persistent)
+    for _ in range(3):
+        for batch in loader:
+            sampler.on_batch(batch, loader)
+    sampler.stop()
+    record = msgspec.json.decode((tmp_path / "rank-0.json").read_bytes(), type=Record)
+    assert (record.starts.times, record.starts.processes) == (times, 2 * times)
+    waited = {phase: sum(s.wall_s for s in record.stacks if s.phase == phase) for phase in (LOADER_START, "data")}
+    assert min(waited.values()) > 0.2
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
