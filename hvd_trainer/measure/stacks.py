@@ -24,12 +24,12 @@ from types import FrameType
 from typing import Any
 
 import msgspec
-import psutil
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hvd_trainer.measure.collective_calls import CollectiveCalls
 from hvd_trainer.measure.listener import Listener, Step
+from hvd_trainer.measure.machine import cpu_seconds
 from hvd_trainer.measure.stack_record import (
     AFTER_STEP,
     FOLDER,
@@ -306,7 +306,7 @@ class StackSampler(Listener):
             "system_s": own.ru_stime,
             "major_faults": own.ru_majflt,
             "children_s": children.ru_utime + children.ru_stime,
-            "machine_s": machine_s(),
+            "machine_s": cpu_seconds("user", "nice", "system", "irq", "softirq"),
             "queued_s": self._queued_of_others(),
         }
 
@@ -333,12 +333,6 @@ def run_sampled(process: BaseProcess, file: Path) -> None:
     worker.phase = WORKER
     worker.on_start(torch.device("cpu"), on_trainer=False)
     type(process).run(process)
-
-
-def machine_s() -> float:
-    """Return the CPU time of all programs, so far, on the cores that this process may use."""
-    cores, names = psutil.cpu_times(percpu=True), ("user", "nice", "system", "irq", "softirq")
-    return sum(getattr(cores[n], name, 0.0) for n in cpu_ids() if n < len(cores) for name in names)
 
 
 def slow_from(durations: Sequence[float]) -> float:

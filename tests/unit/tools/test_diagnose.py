@@ -750,7 +750,7 @@ def test_swap_and_steal_by_recorded_figures(monkeypatch: pytest.MonkeyPatch) -> 
     given = [times, stolen]
     monkeypatch.setattr(machine_use.psutil, "cpu_times", lambda percpu: given.pop(0))
     # What is taken from cores that the ranks may not use was their loss, too.
-    monkeypatch.setattr(machine_use, "cpu_ids", lambda: (0,))
+    monkeypatch.setattr(machine, "cpu_ids", lambda: (0,))
     watch = MachineWatch()
     watch._began = time.monotonic() - 1
     use = watch.end()
