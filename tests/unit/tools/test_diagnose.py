@@ -42,11 +42,11 @@ from hvd_trainer.tools.diagnose import cli, machine_use
 from hvd_trainer.tools.diagnose.actions import Action, find_actions
 from hvd_trainer.tools.diagnose.causes import find_causes
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, TWICE, Cause, Evidence, Line
+from hvd_trainer.tools.diagnose.flame_graph import speedscope
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch, other_cores
 from hvd_trainer.tools.diagnose.profile import RankProfile, mark_lone, read_profiles, together_s
 from hvd_trainer.tools.diagnose.report import Diagnosis, Tried, conclude
 from hvd_trainer.tools.diagnose.roles import IN_TRAINER, role_of
-from hvd_trainer.tools.diagnose.speedscope import speedscope
 from hvd_trainer.tools.diagnose.switches import find_switches
 from hvd_trainer.tools.diagnose.trials import Trials, plan_variants
 from hvd_trainer.training import loop
