@@ -28,12 +28,7 @@ MAX_FILES = 2000
 
 
 def in_own_folder(start: Start, place: Path) -> Start:
-    """Return how to start a run that leaves its user's files as they are; runs in the same place share theirs.
-
-    Args:
-        start: how its user would start it.
-        place: of the trial.
-    """
+    """Return how to start a run that leaves its user's files as they are; runs in the same place share theirs."""
     place, user = place.resolve(), Path.cwd()
     folder, files = place / "folder", place / "files"
     cwd = files.joinpath(*user.parts[1:])

@@ -102,7 +102,6 @@ def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[C
     """Yield what all ranks spend outside of the exchange, and of the model what they wait in it.
 
     Args:
-        evidence: of the normal runs.
         limit: seconds of a step from which a cause is worth an action.
         is_swapping: whether the machine swaps: then that is what it waits for, but for data.
     """

@@ -118,7 +118,6 @@ class Evidence:
         of all kinds together; without a kind that was run twice it is infinite.
 
         Args:
-            trial: its name.
             names: of the figure, from the outermost dictionary on; `step_s` by default.
         """
         values = self._values(trial, names)

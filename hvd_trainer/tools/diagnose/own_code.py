@@ -50,7 +50,6 @@ def of_collectives(evidence: Evidence, limit: float, queued: float) -> Iterator[
     """Yield what collectives take that the user's own code calls, by their lines: of the rank that waits least.
 
     Args:
-        evidence: of the normal runs.
         limit: seconds of a step from which a cause is worth an action.
         queued: seconds that other programs make a rank wait, and so the ranks that wait for that one.
     """

@@ -54,7 +54,6 @@ def role_of(phase: str, frames: Sequence[Frame], *, in_trainer: bool) -> str:
     """Return what a stack does for a step: data, model, loss, backward, exchange, update, metric, callback, ...
 
     Args:
-        phase: that the rank was in.
         frames: from the training loop on, or all of a script.
     """
     if phase == WORKER:  # a forked one has the stack that started it, too
