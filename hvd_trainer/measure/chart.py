@@ -66,7 +66,6 @@ def draw_lines(
     """Return a chart of lines by their names; nothing without points, or with more lines than colours.
 
     Args:
-        across, up: what the axes show.
         marks: places across, with what happened there.
         log: whether the axis upwards is logarithmic.
     """

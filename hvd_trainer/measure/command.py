@@ -30,11 +30,6 @@ OPEN_MPI = {
 def read_command(name: str, kind: type[T], argv: Sequence[str]) -> tuple[T, tuple[str, ...]]:
     """Return the options of a tool, and the words that follow `python` of the job behind `--`.
 
-    Args:
-        name: of the tool.
-        kind: the dataclass of its options.
-        argv: the words behind the tool's name.
-
     Raises:
         OptionError: an option is out of its range, or there is no job.
     """

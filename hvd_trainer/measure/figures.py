@@ -97,13 +97,7 @@ def read_steps(log: Path) -> list[Steps]:
 
 
 def read_figures(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | None:
-    """Return all figures of a run, in plain JSON; None if the run did not come to its end.
-
-    Args:
-        log: the folder of its recordings.
-        ranks: how many it was started with.
-        warmup_steps: that do not count.
-    """
+    """Return all figures of a run, in plain JSON; None if the run did not come to its end."""
     with suppress(OSError, ValueError, KeyError):
         everyone = read_steps(log)
         if len(everyone) != ranks:
@@ -157,9 +151,7 @@ def speed(ranks: Sequence[Steps], samples: Any, warmup_steps: int) -> dict[str, 
     """Return speed and parts of the steps after the warm-up, in seconds; empty if there are none.
 
     Args:
-        ranks: their recorded steps.
         samples: of each step, of all ranks; 0 where they are not seen.
-        warmup_steps: that do not count.
     """
     seconds = np.stack([rank["seconds"] for rank in ranks])[:, warmup_steps:]  # (ranks, steps, parts)
     if seconds.shape[1] == 0:

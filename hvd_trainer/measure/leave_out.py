@@ -1,45 +1,28 @@
-"""Leave the exchange of gradients or the data out of a script that runs on an engine of this package.
+"""Leave the exchange of gradients out of a script that runs on an engine of this package.
 
 DistributedDataParallel          as under its no_sync()
 horovod.torch, hvd_trainer.hvd   the optimizer's hooks and `synchronize` do nothing; so do allreduce and
                                  allreduce_ of a gradient
 torch.distributed.all_reduce     of a gradient does nothing
-DataLoader                       its first batch comes again and again, as often as it has batches
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.utils.import_hooks import ImportHooks
 from hvd_trainer.utils.tensors import parameters_of
-
-
-def leave_out(parts: Collection[str]) -> ExitStack:
-    """Leave parts out of whatever this process runs from now on: `data`, `exchange`, or both.
-
-    Returns:
-        What takes that back when it is closed.
-    """
-    undo = ExitStack()
-    if "data" in parts:
-        replace(undo, _BaseDataLoaderIter, "__next__", _repeating_first_batch())
-    if "exchange" in parts:
-        _leave_out_exchange(undo)
-    return undo
 
 
 def replace(undo: ExitStack, holder: Any, name: str, value: Any) -> None:
@@ -51,31 +34,9 @@ def replace(undo: ExitStack, holder: Any, name: str, value: Any) -> None:
     setattr(holder, name, value)
 
 
-def _repeating_first_batch() -> Any:
-    fetch: Any = _BaseDataLoaderIter.__next__
-    first: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-
-    @functools.wraps(fetch)
-    def repeat(iterator: Any) -> Any:
-        if iterator._num_yielded == 0:  # also in the next epoch, where workers and their iterator are persistent
-            first[iterator] = fetch(iterator)
-        elif iterator._num_yielded >= _length(iterator):
-            raise StopIteration
-        else:
-            iterator._num_yielded += 1
-        return first[iterator]
-
-    return repeat
-
-
-def _length(iterator: Any) -> float:
-    try:
-        return len(iterator)
-    except TypeError:  # of a stream
-        return float("inf")
-
-
-def _leave_out_exchange(undo: ExitStack) -> None:
+def leave_out_exchange() -> ExitStack:
+    """Leave the exchange out of whatever this process runs from now on; return what takes that back on `close`."""
+    undo = ExitStack()
     ignored = property(lambda model: False, lambda model, value: None)
     replace(undo, DistributedDataParallel, "require_backward_grad_sync", ignored)
     gradients = _Gradients()
@@ -90,6 +51,7 @@ def _leave_out_exchange(undo: ExitStack) -> None:
     hooks = ImportHooks(aliases={}, absent={}, after=after)
     hooks.install()
     undo.callback(hooks.uninstall)
+    return undo
 
 
 class _Done:

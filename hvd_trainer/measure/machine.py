@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from hvd_trainer.measure.stale import digest_of_package
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural
@@ -76,6 +78,12 @@ def conditions(machine: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the figures of a run depend on whatever the job: properties of the machine, and this package."""
     names = ("host", "cpu", "cores", "gpus", "python", "torch", "horovod")
     return {"package": digest_of_package(), **{name: machine[name] for name in names if name in machine}}
+
+
+def cpu_seconds(*kinds: str) -> float:
+    """Return the seconds of these kinds, such as `user`, so far, of the cores that this process may use."""
+    cores = psutil.cpu_times(percpu=True)
+    return sum(getattr(cores[n], kind, 0.0) for n in cpu_ids() if n < len(cores) for kind in kinds)
 
 
 def threads_per_rank(ranks: int) -> int:

@@ -43,7 +43,7 @@ class Message:
     hold: tuple[int, int] | None = None
     """hold this rank after so many optimizer steps, so that it can be killed there: (rank, steps)"""
     leave_out: tuple[Literal["exchange", "data"], ...] = ()
-    """run without the exchange of gradients, or without fetching data: the first batch comes again and again"""
+    """run without the exchange of gradients; a job on the Trainer also without fetching: its first batch again"""
     trace_steps: int | None = None
     """optimizer steps whose samples, gradients and weights are written, for `parity`; None: none"""
     sample_stacks: bool = False

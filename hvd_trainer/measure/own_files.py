@@ -13,6 +13,7 @@ same for all programs, but need privileges that containers and clusters do not g
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -20,30 +21,25 @@ import psutil
 
 from hvd_trainer.measure.message import SITE
 from hvd_trainer.measure.start import Start
-from hvd_trainer.measure.trial_files import FOLDER, OUTSIDE, READ, TrialFiles
+from hvd_trainer.measure.trial_files import FOLDER, OUTSIDE, READ, VARIABLE
 
 MAX_FILES = 2000
 """Files of the working folder that may become links; a folder with more than are left becomes one."""
 
 
 def in_own_folder(start: Start, place: Path) -> Start:
-    """Return how to start a run that leaves its user's files as they are; runs in the same place share theirs.
-
-    Args:
-        start: how its user would start it.
-        place: of the trial.
-    """
+    """Return how to start a run that leaves its user's files as they are; runs in the same place share theirs."""
     place, user = place.resolve(), Path.cwd()
     folder, files = place / "folder", place / "files"
     cwd = files.joinpath(*user.parts[1:])
     if not folder.exists():
         folder.mkdir(parents=True)
         _link_folders(user, files, place if place.parent == user else place.parent)
-    trial = TrialFiles(str(place), str(user), psutil.Process().create_time())
+    guarded = json.dumps([str(place), str(user), psutil.Process().create_time()])
     path = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH", ""))))
     return start._replace(
         command=[word.replace(FOLDER, str(folder)) for word in start.command],
-        variables={**start.variables, **trial.variables(), "PYTHONPATH": path, "PWD": str(cwd)},
+        variables={**start.variables, VARIABLE: guarded, "PYTHONPATH": path, "PWD": str(cwd)},
         cwd=cwd,
     )
 

@@ -16,7 +16,7 @@ import torch
 
 from hvd_trainer.launch.world import detect
 from hvd_trainer.measure.events import ScriptEvents
-from hvd_trainer.measure.leave_out import leave_out
+from hvd_trainer.measure.leave_out import leave_out_exchange
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.recorders import AfterSteps, recorders
 from hvd_trainer.utils.import_hooks import ImportHooks
@@ -30,7 +30,8 @@ def measure_script(message: Message) -> None:
         _seed(world.rank)
     if message.max_steps is not None:
         listeners.append(AfterSteps(message.max_steps, sys.exit))
-    undo = leave_out(message.leave_out)  # first, so that what is left of it is seen
+    # First, so that what is left of it is seen.
+    undo = leave_out_exchange() if "exchange" in message.leave_out else ExitStack()
     events = ScriptEvents(log, *listeners)
     events.install()
     after = {"hvd_trainer.training.trainer": partial(_leave_to_trainer, events, undo)}

@@ -19,6 +19,8 @@ MAIN = "main"
 """The name of the main thread."""
 AFTER_STEP = "after step"
 """The phase of a script between an optimizer step and the next batch."""
+LOADER_START = "loader start"
+"""The phase of a rank that waits for the first batch of a loader's processes."""
 WORKER = "worker"
 """The phase of a loader's process."""
 LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen ", "<string>")
@@ -100,8 +102,6 @@ class LoaderStarts(Struct):
     times: int = 0
     processes: int = 0
     """of all times"""
-    seconds: float = 0.0
-    """in which the rank waited for their start, the first batch and their end"""
 
 
 class Switches(Struct):

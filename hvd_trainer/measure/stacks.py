@@ -15,25 +15,28 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import msgspec
-import psutil
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hvd_trainer.measure.collective_calls import CollectiveCalls
 from hvd_trainer.measure.listener import Listener, Step
-from hvd_trainer.measure.loader_starts import LoaderWatch
+from hvd_trainer.measure.machine import cpu_seconds
 from hvd_trainer.measure.stack_record import (
     AFTER_STEP,
     FOLDER,
+    LOADER_START,
     MAIN,
     WORKER,
+    LoaderStarts,
     Place,
     Record,
     StackCount,
@@ -42,6 +45,7 @@ from hvd_trainer.measure.stack_record import (
 from hvd_trainer.measure.switches import SwitchReader
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.files import atomic_write
+from hvd_trainer.utils.import_hooks import wrap
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.tensors import tensors_in
 
@@ -125,7 +129,7 @@ class StackSampler(Listener):
         self._elements = 0
         self._is_stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._calls, self._loaders = CollectiveCalls(), LoaderWatch()
+        self._calls, self._starts, self._is_starting = CollectiveCalls(), LoaderStarts(), False
 
     def _clear(self) -> None:
         """Forget what was counted."""
@@ -133,22 +137,32 @@ class StackSampler(Listener):
         self._step: dict[Stack, tuple[float, float]] = {}
         self._blocks, self._folded = 0, len(self._ends)
         self._calls.clear()
-        self._loaders.clear()
+        self._starts = LoaderStarts()
         self._before = self._counters()
 
     def install(self) -> None:
         """See what happens from now on: collectives, the start of loader processes, and the stacks of these."""
         self._calls.install()
-        self._loaders.install()
-        os.register_at_fork(after_in_child=self._sample_child)
+        wrap("__init__", self._start_loader, _MultiProcessingDataLoaderIter)
+        wrap("start", self._start_process, BaseProcess)
 
-    def _sample_child(self) -> None:
-        if self._is_stopped.is_set() or self.phase == WORKER:
-            return
-        file = self._file.with_name(f"{self._file.stem}.worker-{os.getpid()}.json")
-        worker = StackSampler(file, WRITE_WORKER_EVERY_S)
-        worker.phase = WORKER
-        worker.on_start(torch.device("cpu"), on_trainer=False)
+    def _start_loader(self, start: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
+        """Start a loader's processes, and take note that the rank waits for them until their first batch."""
+        if threading.current_thread() is threading.main_thread():
+            self._is_starting = True
+        start(loader, *args, **kwargs)
+        self._starts.times += 1
+        self._starts.processes += loader._num_workers
+
+    def _start_process(self, start: Callable[[Any], None], process: Any) -> None:
+        """Start a process that samples its stacks; whether it is a fork does not matter."""
+        if not self._is_stopped.is_set():
+            # What is not forked is sent to the process, and so is this.
+            process.run = partial(run_sampled, process, self._file)
+        try:
+            start(process)
+        finally:
+            vars(process).pop("run", None)
 
     def on_start(self, device: torch.device, *, on_trainer: bool) -> None:
         """Begin to sample, also after `stop`: what was counted before is forgotten."""
@@ -167,6 +181,7 @@ class StackSampler(Listener):
 
     def on_batch(self, batch: Any, loader: object) -> None:
         self._elements += count_elements(batch)
+        self._is_starting = False
 
     def on_step_end(self, step: Step) -> None:
         if not self._on_trainer:
@@ -174,7 +189,7 @@ class StackSampler(Listener):
         self._ends.append(time.perf_counter())
 
     def stop(self) -> None:
-        """End sampling, also of processes that are forked from now on, and write the counts, if it has begun."""
+        """End sampling, also of processes that are started from now on, and write the counts, if it has begun."""
         self._is_stopped.set()
         if self._thread is not None:
             self._thread.join()
@@ -198,7 +213,7 @@ class StackSampler(Listener):
             time.sleep(pause)
             now = time.perf_counter()
             frames = sys._current_frames()
-            wall, phase = now - last, self.phase
+            wall, phase = now - last, LOADER_START if self._is_starting and self.phase == "data" else self.phase
             is_late = wall - pause > MIN_LATE_S
             last = now
             others_s = 0.0
@@ -280,7 +295,7 @@ class StackSampler(Listener):
             frames=[describe_frame(*place) for place in numbers],
             stacks=list(self._counts.values()),
             calls=list(calls.values()),
-            starts=self._loaders.starts,
+            starts=self._starts,
             switches=self._switches.read(),
         )
 
@@ -294,7 +309,7 @@ class StackSampler(Listener):
             "system_s": own.ru_stime,
             "major_faults": own.ru_majflt,
             "children_s": children.ru_utime + children.ru_stime,
-            "machine_s": machine_s(),
+            "machine_s": cpu_seconds("user", "nice", "system", "irq", "softirq"),
             "queued_s": self._queued_of_others(),
         }
 
@@ -310,10 +325,17 @@ class StackSampler(Listener):
         return total / 1e9
 
 
-def machine_s() -> float:
-    """Return the CPU time of all programs, so far, on the cores that this process may use."""
-    cores, names = psutil.cpu_times(percpu=True), ("user", "nice", "system", "irq", "softirq")
-    return sum(getattr(cores[n], name, 0.0) for n in cpu_ids() if n < len(cores) for name in names)
+def run_sampled(process: BaseProcess, file: Path) -> None:
+    """Run a process that a rank has started, such as a loader's, and sample its stacks until it ends.
+
+    Args:
+        process: this one.
+        file: the record of the rank; that of the process is beside it.
+    """
+    worker = StackSampler(file.with_name(f"{file.stem}.worker-{os.getpid()}.json"), WRITE_WORKER_EVERY_S)
+    worker.phase = WORKER
+    worker.on_start(torch.device("cpu"), on_trainer=False)
+    type(process).run(process)
 
 
 def slow_from(durations: Sequence[float]) -> float:

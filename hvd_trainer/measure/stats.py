@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,16 @@ def mean_and_half_width(logs: Any, error: float = ERROR) -> tuple[Any, Any]:
     rounds = logs.shape[-1]
     quantile = t_quantile(1 - error / 2, rounds - 1)
     return logs.mean(axis=-1), quantile * logs.std(axis=-1, ddof=1) / math.sqrt(rounds)
+
+
+def pool(series: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """Return the standard deviation of values around the mean of their own series, and its degrees of freedom.
+
+    Infinite without two values of a series.
+    """
+    squares = sum((value - fmean(values)) ** 2 for values in series for value in values)
+    freedom = sum(max(len(values) - 1, 0) for values in series)
+    return math.sqrt(squares / freedom) if freedom else math.inf, freedom
 
 
 def _p_value(logs: Any) -> float:

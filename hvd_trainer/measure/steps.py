@@ -36,10 +36,6 @@ class StepRecorder(Listener):
     The file is NumPy's. It has an entry for each step in `seconds` (steps, parts) in the order of `parts`, `step`,
     `samples`, `lr`, `loss` (this rank's; NaN if unknown) and `skipped`; and `first_step_at` (seconds since 1970),
     `weights` (a digest), and in JSON `facts` of the work and `results`.
-
-    Args:
-        log: the folder of the recordings.
-        rank: of this process.
     """
 
     def __init__(self, log: Path, rank: int) -> None:

@@ -36,13 +36,7 @@ from hvd_trainer.utils.files import atomic_write
 
 
 class Trace(Listener):
-    """Writes what this rank computes in the first optimizer steps.
-
-    Args:
-        log: the log folder, on this rank's node.
-        rank, size: of this process, and of all.
-        steps: that are traced.
-    """
+    """Writes what this rank computes in the first optimizer steps."""
 
     def __init__(self, log: Path, rank: int, size: int, steps: int) -> None:
         self._log, self._folder = log, log / FOLDER / f"rank-{rank}"

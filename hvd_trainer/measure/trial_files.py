@@ -29,7 +29,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from importlib.util import source_from_cache
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +38,7 @@ from hvd_trainer.errors import UserError
 from hvd_trainer.utils.import_hooks import ImportHooks
 
 VARIABLE = "HVD_TRAINER_TRIAL"
+"""The environment variable with the arguments of the `FileGuard` of each process of a trial, in JSON."""
 FOLDER = "{folder}"
 """Stands among the words of a job for an empty folder that each trial has for itself."""
 OUTSIDE, LOADED, READ = "outside", "loaded", "read"
@@ -63,38 +63,28 @@ class OwnFileError(UserError, PermissionError):
     """A trial was about to change a file that is its user's."""
 
 
-@dataclass(frozen=True)
-class TrialFiles:
-    """The place of a trial, and whose files it must leave as they are."""
-
-    place: str
-    """the folder in which all is the trial's own"""
-    user: str
-    """the folder that the tool was started in"""
-    began_at: float
-    """seconds since 1970, when the tool was started: what was there before is its user's"""
-
-    def variables(self) -> dict[str, str]:
-        """Return the environment variable by which the trial's processes find this."""
-        return {VARIABLE: json.dumps(asdict(self))}
-
-
 def guard_files(environ: Mapping[str, str]) -> None:
     """Keep this process out of its user's files from now on, if a tool has started it."""
-    if (text := environ.get(VARIABLE)) is not None:
-        FileGuard(TrialFiles(**json.loads(text))).install()
+    if VARIABLE in environ:
+        FileGuard(*json.loads(environ[VARIABLE])).install()
 
 
 class FileGuard:
-    """Looks at all that this process is about to write, from `install` on."""
+    """Looks at all that this process is about to write, from `install` on.
 
-    def __init__(self, trial: TrialFiles) -> None:
-        self._trial = trial
+    Args:
+        place: the folder in which all is the trial's own.
+        user: the folder that the tool was started in.
+        began_at: seconds since 1970, when the tool was started: what was there before is its user's.
+    """
+
+    def __init__(self, place: str, user: str, began_at: float) -> None:
+        self._place, self._user, self._began_at = place, user, began_at
         # Before it looks: finding that folder writes to it.
         self._temporary = tempfile.gettempdir()
         self._noted: set[tuple[str, str]] = set()
         self._read: set[str] = set()
-        self._below = (trial.user + os.sep, trial.place + os.sep)
+        self._below = (user + os.sep, place + os.sep)
         self._detaching = threading.RLock()
 
     def install(self) -> None:
@@ -159,7 +149,7 @@ class FileGuard:
             with suppress(ValueError):  # it lies beside the source, which counts itself
                 name = source_from_cache(name)
         real = os.path.realpath(name)
-        is_users = is_code or real.startswith(self._trial.user + os.sep)
+        is_users = is_code or real.startswith(self._user + os.sep)
         is_installed = not INSTALLED.isdisjoint(real.split(os.sep)) or real.startswith(NOT_OWN)
         if is_users and not (is_installed or self._is_own(real) or self._is_of_a_program(real)):
             self._read.add(name)
@@ -177,12 +167,12 @@ class FileGuard:
             self._on_remove(path, *folders[:1])
 
     def _is_own(self, real: str) -> bool:
-        return real.startswith(self._trial.place + os.sep)
+        return real.startswith(self._place + os.sep)
 
     def _detach(self, link: str, content: str | None) -> None:
         """Replace a link by a file, once among threads and processes; `content`: the file to copy, or None."""
         # A process's own threads do not wait for each other at a file's lock.
-        with self._detaching, open(os.path.join(self._trial.place, ".lock"), "w") as lock:
+        with self._detaching, open(os.path.join(self._place, ".lock"), "w") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX)
             if not os.path.islink(link):
                 return
@@ -200,7 +190,7 @@ class FileGuard:
         with suppress(FileNotFoundError):
             status = os.lstat(real)
             # An empty file, such as a lock, has nothing to lose.
-            if status.st_mtime < self._trial.began_at and (status.st_size or stat.S_ISDIR(status.st_mode)):
+            if status.st_mtime < self._began_at and (status.st_size or stat.S_ISDIR(status.st_mode)):
                 raise OwnFileError(
                     f"{real} is a file of yours, and no trial may change it. Write {FOLDER} where the script is "
                     f"told that path: each trial has a folder of its own"
@@ -212,7 +202,7 @@ class FileGuard:
 
         Of a folder for such files and the user's, the inner one says so: either may be in the other.
         """
-        user = self._trial.user
+        user = self._user
         caches = [value for name, value in os.environ.items() if CACHES.search(name) and os.path.isabs(value)]
         folders = [*map(os.path.realpath, ("/dev", "/proc", self._temporary, *caches))]
         around = max((f for f in (*folders, user) if real.startswith(f + os.sep)), key=len, default="")
@@ -225,7 +215,7 @@ class FileGuard:
         if (file, path) in self._noted:
             return
         self._noted.add((file, path))
-        with open(os.path.join(self._trial.place, file), "a") as lines:
+        with open(os.path.join(self._place, file), "a") as lines:
             lines.write(f"{path}\n")
 
     def _wrap(self, name: str, position: int, module: ModuleType) -> None:

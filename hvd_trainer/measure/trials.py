@@ -249,7 +249,6 @@ class TrialRunner:
         It has a working folder of its own. A run that is done in the folder is taken from there.
 
         Args:
-            trial: to run.
             round_: counted from 1.
             keep: where the run's log folder is moved, however the run ends.
             limit_s: after which it is killed, whatever the budget; None: as the runner has it.

@@ -15,11 +15,8 @@ import torch
 from accelerator_stand_in import StandIn
 from combinations import case
 from launchers import SCRIPTS
-from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hvd_trainer.measure.figures import read_steps
-from hvd_trainer.measure.leave_out import leave_out
 from hvd_trainer.measure.listener import End, Step
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.message import Message
@@ -144,13 +141,3 @@ def test_exchange_is_left_out_of_a_script(tmp_path: Path, name: str, engine: str
         assert figures is not None
         assert figures["work"]["steps"] == 16
         assert figures["work"]["samples"] == 512
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_data_is_left_out_of_a_script(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each epoch has as many batches as before, all of them like its first."""
-    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", _BaseDataLoaderIter.__next__)
-    leave_out(("data",))
-    loader = DataLoader(torch.arange(10), batch_size=4, num_workers=workers, persistent_workers=workers > 0)
-    for _ in range(2):
-        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3]] * 3

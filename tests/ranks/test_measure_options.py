@@ -228,7 +228,7 @@ def test_ranks_of_a_launcher_that_a_rank_starts_are_measured(tmp_path: Path) -> 
 
 COUNT_HOOKS = """
         from torch.utils.data import dataloader
-        hooks, function = 0, dataloader._MultiProcessingDataLoaderIter._next_data
+        hooks, function = 0, dataloader._MultiProcessingDataLoaderIter.__init__
         while hasattr(function, "__wrapped__"):
             hooks, function = hooks + 1, function.__wrapped__
         print("hooks:", hooks)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal
 
-from hvd_trainer.measure.stats import ERROR, interval_text, t_quantile
+from hvd_trainer.measure.stats import ERROR, interval_text, pool, t_quantile
 
 MIN_ROUNDS = 2
 """Rounds before a candidate gets a verdict."""
@@ -40,16 +40,6 @@ class Standing:
     @property
     def interval(self) -> str:
         return interval_text(self.low, self.high, self.level)
-
-
-def pool(series: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """Return the standard deviation of values around the mean of their own series, and its degrees of freedom.
-
-    Infinite without two values of a series.
-    """
-    squares = sum((value - fmean(values)) ** 2 for values in series for value in values)
-    freedom = sum(max(len(values) - 1, 0) for values in series)
-    return math.sqrt(squares / freedom) if freedom else math.inf, freedom
 
 
 @dataclass

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.formats import percent
-from hvd_trainer.measure.stats import Ratio, ratio
-from hvd_trainer.tools.compare.race import MIN_ROUNDS, Race, Standing, pool
+from hvd_trainer.measure.stats import Ratio, pool, ratio
+from hvd_trainer.tools.compare.race import MIN_ROUNDS, Race, Standing
 from hvd_trainer.tools.compare.settings import GROUPS, SCRIPT_UNTRIED, Group, describe, find_changes
 
 

@@ -102,7 +102,6 @@ def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[C
     """Yield what all ranks spend outside of the exchange, and of the model what they wait in it.
 
     Args:
-        evidence: of the normal runs.
         limit: seconds of a step from which a cause is worth an action.
         is_swapping: whether the machine swaps: then that is what it waits for, but for data.
     """
@@ -110,7 +109,7 @@ def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[C
         costs = [table[role] for table in evidence.tables]
         rank = argmax([-cost.own for cost in costs])
         profile, cost = evidence.profiles[rank], costs[rank]
-        line = _line(profile, role)
+        line = hottest_line(profile.main(role))
         in_lines = line.seconds if line else 0.0
         seconds, kind, about = cost.own, role, ""
         if role == "own forward":
@@ -139,13 +138,9 @@ def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[C
         yield Cause(kind, seconds, cost.error, text, line, details={"where": str(where), "saved_s": saved_s})
 
 
-def _line(profile: RankProfile, role: str) -> Blame | None:
-    return hottest_line(profile.main(role))
-
-
 def _worker_line(profile: RankProfile) -> Blame | None:
     """Return the hottest line of the loader's processes; None if there are none."""
-    return _line(profile.loading, WORKER) if profile.loading is not None else None
+    return hottest_line(profile.loading.main(WORKER)) if profile.loading is not None else None
 
 
 def _fetching(profile: RankProfile, cost: Seconds) -> tuple[Seconds, str]:
@@ -178,7 +173,7 @@ def _of_stragglers(evidence: Evidence, limit: float) -> Iterator[Cause]:
         return
     role = max(excess, key=excess.__getitem__)
     profile, cost = evidence.profiles[slowest], tables[slowest][role]
-    line = (_worker_line(profile) if role == "data" else None) or _line(profile, role)
+    line = (_worker_line(profile) if role == "data" else None) or hottest_line(profile.main(role))
     others_s = mean(busy[rank] for rank in others)
     text = f"rank {slowest} takes {ms(busy[slowest])} ms of its own a step, the others {ms(others_s)}"
     usual = mean(evidence.profiles[rank].elements for rank in others)

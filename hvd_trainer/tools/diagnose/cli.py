@@ -28,8 +28,8 @@ from hvd_trainer.measure.machine import Ran, busy_warning
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.start import locked_folder
 from hvd_trainer.tools.diagnose.evidence import NORMAL
+from hvd_trainer.tools.diagnose.flame_graph import speedscope
 from hvd_trainer.tools.diagnose.report import Diagnosis, conclude
-from hvd_trainer.tools.diagnose.speedscope import speedscope
 from hvd_trainer.tools.diagnose.trials import WARMUP_STEPS, Trials
 from hvd_trainer.utils.text import COMMAND, plural
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_trainer.measure.stats import ERROR, pool, t_quantile
 from hvd_trainer.tools.diagnose.machine_use import MachineUse
 from hvd_trainer.tools.diagnose.profile import Blame, RankProfile, Seconds
 from hvd_trainer.tools.diagnose.roles import WAITING
@@ -19,7 +20,6 @@ NORMAL, NO_EXCHANGE = "normal", "without exchange"
 ALONE, TWICE, ONE_THREAD = "one rank alone", "alone, twice the batch", "one thread per rank"
 SIGMAS = 2.0
 """Standard errors on either side of a figure that its interval has: 95 %."""
-CONFIDENCE = 0.95
 BYTES = {"none": 4, "fp16": 2, "bf16": 2, "powersgd": 4}
 """Bytes of a gradient's element on the wire; of PowerSGD, which sends far fewer, an upper bound."""
 DEFAULT_BUCKET_MB = 25
@@ -118,22 +118,17 @@ class Evidence:
         of all kinds together; without a kind that was run twice it is infinite.
 
         Args:
-            trial: its name.
             names: of the figure, from the outermost dictionary on; `step_s` by default.
         """
-        from scipy.stats import t
-
         values = self._values(trial, names)
         if not values:
             return None
-        squares, freedom = 0.0, 0
-        for each in (self._values(label, names) for label in self.runs):
-            squares += sum((value / mean(each) - 1) ** 2 for value in each) if each and mean(each) else 0.0
-            freedom += max(0, len(each) - 1)
+        kinds = [self._values(label, names) for label in self.runs]
+        spread, freedom = pool([[value / (mean(each) or 1.0) for value in each] for each in kinds])
         if not freedom:
             return mean(values), math.inf
-        spread = math.sqrt(squares / freedom) * float(t.ppf((1 + CONFIDENCE) / 2, freedom))
-        return mean(values), spread * mean(values) / math.sqrt(len(values)) / SIGMAS
+        half = t_quantile(1 - ERROR / 2, freedom) * spread * mean(values) / math.sqrt(len(values))
+        return mean(values), half / SIGMAS
 
     def _values(self, trial: str, names: Sequence[str]) -> list[float]:
         values = []

@@ -1,4 +1,4 @@
-"""The sampled stacks as a flame graph, a drawing of the page."""
+"""The sampled stacks as a flame graph: a drawing of the page, and a file for https://www.speedscope.app."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hvd_trainer.measure.formats import render_page
 from hvd_trainer.measure.report import Picture
@@ -27,6 +28,7 @@ STARTERS = ("<frozen runpy>", "/hvd_trainer/cli.py", "/hvd_trainer/tools/run/", 
 """Code that starts a script: where none of the user's code runs, a stack is drawn from behind it."""
 NOISE = ("_call_impl", "_wrapped_call_impl", "_fit", "_fit_in_this_world", "decorate_context", "wrapper")
 """Functions of libraries that are in every stack, and tell nothing."""
+SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 
 
 @dataclass
@@ -107,3 +109,27 @@ def draw(profiles: Sequence[RankProfile]) -> Picture:
     ranks = [(nested_boxes(profile, folded=True), nested_boxes(profile)) for profile in profiles]
     svg = render_page(DRAWING, ranks=ranks, row=ROW, colours=COLOURS)
     return Picture("A step of each rank, by the functions in which it spends its time", text, svg, is_wide=True)
+
+
+def speedscope(profiles: Sequence[RankProfile], name: str) -> dict[str, Any]:
+    """Return the stacks in speedscope's format, with one profile for each rank."""
+    numbers: dict[Frame, int] = {}
+    made = []
+    for rank, profile in enumerate(profiles):
+        stacks = list(profile.main())
+        weights = [profile.steps * stack.whole.wall for stack in stacks]
+        samples = [
+            [numbers.setdefault(frame, len(numbers)) for frame in (_title(stack.role), *stack.frames)]
+            for stack in stacks
+        ]
+        times = {"unit": "seconds", "startValue": 0, "endValue": sum(weights)}
+        made.append({"type": "sampled", "name": f"rank {rank}", **times, "samples": samples, "weights": weights})
+    frames = [
+        {"name": frame.function, **({"file": frame.file, "line": frame.line} if frame.file else {})}
+        for frame in numbers
+    ]
+    return {"$schema": SCHEMA, "name": name, "profiles": made, "shared": {"frames": frames}}
+
+
+def _title(role: str) -> Frame:
+    return Frame("", 0, role, "", "role")

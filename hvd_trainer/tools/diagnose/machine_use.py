@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
 import psutil
 
-from hvd_trainer.measure.machine import cpu_control_groups, read_text
+from hvd_trainer.measure.machine import cpu_control_groups, cpu_seconds, read_text
 from hvd_trainer.tools.diagnose.profile import RankProfile
-from hvd_trainer.utils.process import cpu_ids
 
 MIN_CORES = 0.1
 """Cores that a program must have used to be named."""
@@ -52,17 +51,17 @@ class MachineWatch:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._programs = _cpu_of_programs()
-        self._counted = _throttled_s(), _stolen_s(), _swapped_pages()
+        self._counted = _throttled_s(), cpu_seconds("steal"), _swapped_pages()
 
     def end(self) -> MachineUse:
         """Return what was at work since the beginning, but for `other_cores`, which the ranks tell."""
         seconds = max(time.monotonic() - self._began, 1e-3)
-        counted = _throttled_s(), _stolen_s(), _swapped_pages()
+        counted = _throttled_s(), cpu_seconds("steal"), _swapped_pages()
         throttled, stolen, pages = (now - before for now, before in zip(counted, self._counted, strict=True))
         cores = {
-            f"{name} (process {key[0]})": (used - self._programs[key][1]) / seconds
-            for key, (name, used) in _cpu_of_programs().items()
-            if key in self._programs
+            f"{name} (process {process.pid})": (used - self._programs[process][1]) / seconds
+            for process, (name, used) in _cpu_of_programs().items()
+            if process in self._programs
         }
         return MachineUse(
             programs={name: number for name, number in cores.items() if number >= MIN_CORES},
@@ -83,30 +82,17 @@ def other_cores(profiles: Sequence[RankProfile]) -> float:
     return max(0.0, busy - sum(profile.cores for profile in profiles))
 
 
-def _cpu_of_programs() -> dict[tuple[int, float], tuple[str, float]]:
-    """Return name and CPU time of each process but this one."""
+def _cpu_of_programs() -> dict[psutil.Process, tuple[str, float]]:
+    """Return name and CPU time of each process but this one; the name of an interpreter has its script, too."""
     programs = {}
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            used = process.cpu_times()
-            programs[process.pid, process.create_time()] = (_name(process), used.user + used.system)
-    return {key: value for key, value in programs.items() if key[0] != psutil.Process().pid}
-
-
-def _name(process: psutil.Process) -> str:
-    """Return a process's name; of an interpreter also its script."""
-    name = process.name()
-    with suppress(psutil.Error):
-        words = [word for word in process.cmdline()[1:] if not word.startswith("-")]
+    for process in psutil.process_iter(["name", "cmdline", "cpu_times"]):
+        name, used = process.info["name"], process.info["cpu_times"]
+        words = [word for word in (process.info["cmdline"] or ())[1:] if not word.startswith("-")]
         if words and name.startswith(("python", "bash", "sh", "perl")):
-            return f"{name} {Path(words[0].split()[0] if words[0].split() else '').name}".strip()
-    return name
-
-
-def _stolen_s() -> float:
-    """Return the seconds that the hypervisor gave to other machines, of the cores that this process may use."""
-    cores = psutil.cpu_times(percpu=True)
-    return sum(getattr(cores[n], "steal", 0.0) for n in cpu_ids() if n < len(cores))
+            name = f"{name} {Path(words[0].split()[0] if words[0].split() else '').name}".strip()
+        if used is not None and process.pid != os.getpid():
+            programs[process] = (name, used.user + used.system)
+    return programs
 
 
 def _throttled_s() -> float:

@@ -43,15 +43,13 @@ def starts_s(profile: RankProfile) -> float:
     """Return the seconds of a step that starting loader processes takes, with the late batches after it."""
     if profile.starts.times < MIN_STARTS:
         return 0.0
-    late = sum(s.whole.wall if s.role == START else s.slow.wall for s in profile.main("data", START))
-    return max(profile.starts.seconds / profile.steps, late)
+    return sum(s.whole.wall if s.role == START else s.slow.wall for s in profile.main("data", START))
 
 
 def of_collectives(evidence: Evidence, limit: float, queued: float) -> Iterator[Cause]:
     """Yield what collectives take that the user's own code calls, by their lines: of the rank that waits least.
 
     Args:
-        evidence: of the normal runs.
         limit: seconds of a step from which a cause is worth an action.
         queued: seconds that other programs make a rank wait, and so the ranks that wait for that one.
     """

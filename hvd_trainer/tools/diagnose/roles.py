@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvd_trainer.measure.collective_calls import ENGINES
-from hvd_trainer.measure.stack_record import AFTER_STEP, WORKER, Frame
+from hvd_trainer.measure.stack_record import AFTER_STEP, LOADER_START, WORKER, Frame
 
 IN_TRAINER = {
     "callback.on_step_end": "callback",
@@ -38,7 +38,7 @@ INNER = (
 WAITING = ("exchange", "collective")
 """Roles in which a rank waits for others: exchanging gradients, and collectives that the user's code calls."""
 START = "start"
-"""The role of starting a loader's processes, and of ending them."""
+"""The role of starting a loader's processes until their first batch comes, and of ending them."""
 LOADER, STARTING = "/torch/utils/data/dataloader.py", ("__init__", "_shutdown_workers")
 """The file and the functions that do."""
 LONE = "lone"
@@ -54,14 +54,14 @@ def role_of(phase: str, frames: Sequence[Frame], *, in_trainer: bool) -> str:
     """Return what a stack does for a step: data, model, loss, backward, exchange, update, metric, callback, ...
 
     Args:
-        phase: that the rank was in.
         frames: from the training loop on, or all of a script.
     """
     if phase == WORKER:  # a forked one has the stack that started it, too
         return WORKER
     if is_own_collective(frames):
         return "collective"
-    if any(frame.file.endswith(LOADER) and frame.name.endswith(STARTING) for frame in frames):
+    starts = any(frame.file.endswith(LOADER) and frame.name.endswith(STARTING) for frame in frames)
+    if starts or phase == LOADER_START:
         return START
     calls = (frame.call for frame in frames if LOOP in frame.file or STEP in frame.file)
     in_call = next((IN_TRAINER[call] for call in calls if call in IN_TRAINER), None)

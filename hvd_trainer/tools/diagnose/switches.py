@@ -32,7 +32,6 @@ def find_switches(evidence: Evidence, *, with_threads: bool = True) -> Iterator[
     """Yield what is on.
 
     Args:
-        evidence: of the normal runs.
         with_threads: whether it is told that the ranks have more threads than there are cores.
     """
     all_of = [profile.switches for profile in evidence.profiles]

@@ -47,8 +47,6 @@ class Trials:
     """Runs the job in several ways, and collects what they show.
 
     Args:
-        normal: the job as it is.
-        folder: of the tool.
         budget_s: seconds that all runs together may take.
     """
 
@@ -132,7 +130,6 @@ class Trials:
         All are sampled alike, so that what sampling costs is in each figure that is subtracted.
 
         Args:
-            trial: to run.
             steps: that count.
             limit_s: after so many seconds it is ended; None: at the end of the budget.
         """

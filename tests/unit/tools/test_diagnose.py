@@ -42,11 +42,11 @@ from hvd_trainer.tools.diagnose import cli, machine_use
 from hvd_trainer.tools.diagnose.actions import Action, find_actions
 from hvd_trainer.tools.diagnose.causes import find_causes
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, TWICE, Cause, Evidence, Line
+from hvd_trainer.tools.diagnose.flame_graph import speedscope
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch, other_cores
 from hvd_trainer.tools.diagnose.profile import RankProfile, mark_lone, read_profiles, together_s
 from hvd_trainer.tools.diagnose.report import Diagnosis, Tried, conclude
 from hvd_trainer.tools.diagnose.roles import IN_TRAINER, role_of
-from hvd_trainer.tools.diagnose.speedscope import speedscope
 from hvd_trainer.tools.diagnose.switches import find_switches
 from hvd_trainer.tools.diagnose.trials import Trials, plan_variants
 from hvd_trainer.training import loop
@@ -274,9 +274,9 @@ CASES = {
     "loader processes that are born in each epoch": Case(
         (
             make_rank(
-                *(COMPUTE, Part(10, (BATCHES, FETCH), "data", slow=1.0)),
+                *(COMPUTE, Part(6, (BATCHES, FETCH), "loader start"), Part(4, (BATCHES, FETCH), "data", slow=1.0)),
                 durations_ms=(*[10] * 9, 110),
-                starts=LoaderStarts(times=5, processes=10, seconds=0.4),
+                starts=LoaderStarts(times=5, processes=10),
             ),
         ),
         *("loader starts", 10, "train.py:50 main, for x in loader: persistent_workers=True"),
@@ -750,7 +750,7 @@ def test_swap_and_steal_by_recorded_figures(monkeypatch: pytest.MonkeyPatch) -> 
     given = [times, stolen]
     monkeypatch.setattr(machine_use.psutil, "cpu_times", lambda percpu: given.pop(0))
     # What is taken from cores that the ranks may not use was their loss, too.
-    monkeypatch.setattr(machine_use, "cpu_ids", lambda: (0,))
+    monkeypatch.setattr(machine, "cpu_ids", lambda: (0,))
     watch = MachineWatch()
     watch._began = time.monotonic() - 1
     use = watch.end()

@@ -72,6 +72,14 @@ WRITES = {
     "beside the script": "os.chdir('checkpoints'); open(os.path.dirname(__file__) + '/log.csv', 'w').write('new')",
     "beside the folder": "open('../new.txt', 'w').write('new')",
     "from a subprocess": "subprocess.run([sys.executable, '-c', \"open('log.csv', 'w')\"], check=True)",
+    "from processes however they are started": (
+        "import multiprocessing\n"
+        "def write(): open('log.csv', 'w')\n"
+        "for method in ('fork', 'spawn') if __name__ == '__main__' else ():\n"
+        "    process = multiprocessing.get_context(method).Process(target=write)\n"
+        "    process.start(), process.join()\n"
+        "    assert process.exitcode == 0"
+    ),
     "where it is told": "assert not os.listdir(os.path.dirname(sys.argv[2])); open(sys.argv[2], 'w').write('new')",
 }
 
