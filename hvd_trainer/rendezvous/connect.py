@@ -24,10 +24,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from hvd_trainer.errors import LaunchError
+from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.launch.world import World, is_elastic
 from hvd_trainer.rendezvous.endpoint import parse_endpoint, read_secret
-from hvd_trainer.rendezvous.fixed_address import join_at_address, open_torch_store, parse_port
+from hvd_trainer.rendezvous.fixed_address import join_at_address, parse_port
 from hvd_trainer.rendezvous.join import RendezvousSettings, join_by_registry, join_store, serve_store
 from hvd_trainer.rendezvous.registry import FileRegistry, HttpRegistry, StoreRegistry, job_file
 from hvd_trainer.rendezvous.shared_stores import JobStore, shared_stores
@@ -109,9 +109,21 @@ def _join_by_torchrun(settings: RendezvousSettings) -> JobStore:
     host = settings.variable("MASTER_ADDR")
     port = parse_port(settings.variable("MASTER_PORT"))
     place = f"{host}:{port}"
-    shared = shared_stores.get(place, lambda: JobStore(open_torch_store("env://", place, settings), host))
+    shared = shared_stores.get(place, lambda: JobStore(_open_torchrun_store(place, settings), host))
     address = settings.address or outward_address(host, port)
     return join_by_registry(StoreRegistry(shared.store, settings.session), settings, address)
+
+
+def _open_torchrun_store(place: str, settings: RendezvousSettings) -> dist.Store:
+    world, timeout = settings.world, settings.timeout
+    try:
+        store: dist.Store = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))[0]
+    except (dist.DistError, RuntimeError, ValueError, OSError) as error:
+        raise LaunchError(
+            f"{world} could not meet the others at {place}: {first_line(error)}. If the port is in use, choose "
+            f"another: torchrun --master-port N; if no rank 0 listens there, start all {world.size} ranks."
+        ) from error
+    return store
 
 
 def _join_by_mpi(settings: RendezvousSettings) -> JobStore:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import resource
 import selectors
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ from hvd_trainer.rendezvous.endpoint import (
     sign_endpoint,
     verify_endpoint,
 )
-from hvd_trainer.rendezvous.registry import FileRegistry
+from hvd_trainer.rendezvous.registry import FileRegistry, private_file
 from hvd_trainer.utils.network import LOOPBACK
 
 pytestmark = pytest.mark.warm
@@ -391,8 +391,11 @@ def test_read_secret(tmp_path: Path) -> None:
 
 @as_root
 @pytest.mark.parametrize("kind", ["theirs", "writable", "link"])
-def test_file_registry_refuses_folder_of_another_user(kind: str, tmp_path: Path) -> None:
-    folder = tmp_path / "hvd_trainer"
+def test_private_file_refuses_folder_of_another_user(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / "hvd_trainer-0"
     if kind == "link":
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         folder.symlink_to(tmp_path / "elsewhere")
@@ -400,12 +403,36 @@ def test_file_registry_refuses_folder_of_another_user(kind: str, tmp_path: Path)
         folder.mkdir()
         folder.chmod(0o777 if kind == "writable" else 0o700)
         os.chown(folder, attacks.NOBODY if kind == "theirs" else 0, -1)
-    # Opening a planted pipe would block.
-    os.mkfifo(folder / "job")
-    registry = FileRegistry(folder / "job")
-    for attempt in (lambda: registry.publish("127.0.0.1:1/a"), registry.lookup):
-        with pytest.raises(LaunchError, match="is not a folder for you alone"):
-            attempt()
+    with pytest.raises(LaunchError, match="is not a folder for you alone"):
+        private_file("job")
+
+
+def test_file_registry_does_not_wait_for_a_planted_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "job")
+    with pytest.raises(OSError, match="it is a pipe or a device"):
+        FileRegistry(tmp_path / "job").lookup()
+
+
+def test_endpoint_counts_once_its_server_has_proved_its_token(endpoint: Endpoint) -> None:
+    """A killed job leaves its endpoint behind; who listens at that port since must get neither ranks nor token."""
+    second = store_client.serve(LOOPBACK)
+    assert [store_client.is_served(one) for one in (endpoint, second)] == [True, True]
+    store_client.release(second)
+    assert not store_client.is_served(Endpoint(LOOPBACK, endpoint.port, TOKEN))
+    heard = []
+
+    def answer(listener: socket.socket) -> None:
+        with listener.accept()[0] as connection:
+            heard.append(connection.recv(1000))
+            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + bytes(32))
+
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        stranger = threading.Thread(target=answer, args=(listener,))
+        stranger.start()
+        assert not store_client.is_served(Endpoint(LOOPBACK, listener.getsockname()[1], TOKEN))
+        stranger.join()
+    assert TOKEN.encode() not in heard[0]
+    assert not store_client.is_served(Endpoint(LOOPBACK, int(digits_job.free_port()), TOKEN))
 
 
 # Real jobs.
@@ -442,7 +469,7 @@ def test_job_withstands_another_user(launcher: str, backend: str, tmp_path: Path
     with start(launcher, 2, options(log), env={"TMPDIR": str(temporary)}) as job:
         wait_for(lambda: len(lines(log, "step")) > 2, 90, lambda: job.report("no steps"))
         [entry] = temporary.glob("hvd_trainer-0/*")
-        token = parse_endpoint(json.loads(entry.read_text())["endpoint"]).token
+        token = parse_endpoint(entry.read_text()).token
         ports = listening(job)
         assert {address for address, _ in ports.values()} <= {LOOPBACK, "::ffff:127.0.0.1"}, ports
         assert any("store_server" in " ".join(process.cmdline()) for _, process in ports.values()), ports
