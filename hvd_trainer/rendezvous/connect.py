@@ -109,12 +109,10 @@ def _join(settings: RendezvousSettings, init_method: str | None) -> JobStore:
 
 
 def _join_by_torchrun(settings: RendezvousSettings) -> JobStore:
-    host = settings.variable("MASTER_ADDR")
-    port = parse_port(settings.variable("MASTER_PORT"))
-    place = f"{host}:{port}"
-    shared = shared_stores.get(place, lambda: JobStore(_open_torchrun_store(place, settings), host))
+    host, port = settings.variable("MASTER_ADDR"), parse_port(settings.variable("MASTER_PORT"))
+    store = shared_stores.get(f"{host}:{port}", lambda: _open_torchrun_store(f"{host}:{port}", settings))
     address = settings.address or outward_address(host, port)
-    return join_by_registry(StoreRegistry(shared.store, settings.session), settings, address)
+    return join_by_registry(StoreRegistry(store, settings.session), settings, address)
 
 
 def _open_torchrun_store(place: str, settings: RendezvousSettings) -> dist.Store:

@@ -54,7 +54,7 @@ def meet_at(host: str, port: int, settings: RendezvousSettings, name: str) -> Jo
     """
     public = shared_stores.get(f"{host}:{port}", lambda: _open_public_store(host, port, settings))
     address = settings.address or outward_address(host, port)
-    return join_by_registry(StoreRegistry(public.store, name), settings, address)
+    return join_by_registry(StoreRegistry(public, name), settings, address)
 
 
 def parse_address(init_method: str, environ: Mapping[str, str], world: World) -> tuple[str, int]:
@@ -93,21 +93,20 @@ def parse_port(text: str) -> int:
     return int(text)
 
 
-def _open_public_store(host: str, port: int, settings: RendezvousSettings) -> JobStore:
+def _open_public_store(host: str, port: int, settings: RendezvousSettings) -> dist.Store:
     """Serve or join the store at the given address, which only has the endpoint of each session's own store."""
     world = settings.world
     address = listen_address(host, world)
     if world.is_first:
         serve_store(world, address, port, PUBLIC_TOKEN)
     try:
-        store = store_client.connect(Endpoint(address, port, PUBLIC_TOKEN), settings.timeout)
+        return store_client.connect(Endpoint(address, port, PUBLIC_TOKEN), settings.timeout)
     except (dist.DistError, RuntimeError) as error:
         raise LaunchError(
             f"{world} could not meet the others at {host}:{port}: {first_line(error)}. If no rank 0 listens "
             f"there, start all {world.size} ranks. If rank 0's machine has several networks, name it by its "
             f"address in the one that they share."
         ) from None
-    return JobStore(store, host)
 
 
 def listen_address(host: str, world: World) -> str:

@@ -26,7 +26,7 @@ class SharedStores:
 
     def __init__(self) -> None:
         self._sessions = itertools.count()
-        self._stores: dict[str, JobStore] = {}
+        self._stores: dict[str, dist.Store] = {}
 
     def next_session(self) -> str:
         """Return the name of a new session: the prefix of its keys."""
@@ -36,7 +36,7 @@ class SharedStores:
         """Count sessions from 0 again, as new processes do: horovodrun has cleared its key-value store."""
         self._sessions = itertools.count()
 
-    def get(self, place: str, open_store: Callable[[], JobStore]) -> JobStore:
+    def get(self, place: str, open_store: Callable[[], dist.Store]) -> dist.Store:
         """Return the store at a place; open it if this process has not yet."""
         if place not in self._stores:
             self._stores[place] = open_store()
