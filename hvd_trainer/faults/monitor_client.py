@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from hvd_trainer.faults.monitor import (
     MonitorSettings,
 )
 from hvd_trainer.faults.root_cause import Heartbeat, RootCause
+from hvd_trainer.rendezvous.endpoint import parse_endpoint
 from hvd_trainer.utils.members import send_hello
 
 
@@ -34,13 +34,14 @@ class MonitorClient(Monitor):
 
     def __init__(self, settings: MonitorSettings, store: dist.Store) -> None:
         super().__init__(settings)
-        host, port, self._token = json.loads(store.get("monitor"))
+        server = parse_endpoint(store.get("monitor").decode())
+        self._token = server.token
         try:
-            connection = socket.create_connection((host, port), timeout=settings.startup_s)
+            connection = socket.create_connection((server.host, server.port), timeout=settings.startup_s)
             send_hello(connection, self._token, self.world.rank)
         except OSError as error:
             raise LaunchError(
-                f"{self.world} could not reach rank 0 at {host}, port {port}: {first_line(error)}. A firewall "
+                f"{self.world} could not reach rank 0 at {server.netloc}: {first_line(error)}. A firewall "
                 f"may stand between the nodes, or rank 0 has ended."
             ) from error
         connection.settimeout(STACKS_TIMEOUT_S)

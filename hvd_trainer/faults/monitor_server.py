@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import secrets
 import socket
 import time
@@ -44,6 +43,7 @@ from hvd_trainer.faults.root_cause import (
     find_stall,
     is_certain,
 )
+from hvd_trainer.rendezvous.endpoint import Endpoint
 from hvd_trainer.utils import network
 from hvd_trainer.utils.members import TOKEN_BYTES, accept_members
 
@@ -102,7 +102,7 @@ class MonitorServer(Monitor):
                 )
 
         with network.listen(address, 0) as listener:
-            store.set("monitor", json.dumps([address, listener.getsockname()[1], self._token]))
+            store.set("monitor", str(Endpoint(address, listener.getsockname()[1], self._token)))
             return accept_members(listener, self._token, range(1, self.world.size), give_up_if_due)
 
     def handle_loss(self, rank: int) -> None:

@@ -16,6 +16,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError
+from hvd_trainer.rendezvous.endpoint import Endpoint, parse_endpoint
 from hvd_trainer.utils import network
 from hvd_trainer.utils.members import CHECK_S, TOKEN_BYTES, accept_members, send_hello
 
@@ -45,7 +46,7 @@ class Mesh:
         self._sender: threading.Thread | None = None
         with network.listen(address, 0) as listener:
             token = secrets.token_hex(TOKEN_BYTES)
-            store.set(f"mesh {member}", f"{address} {listener.getsockname()[1]} {token}")
+            store.set(f"mesh {member}", str(Endpoint(address, listener.getsockname()[1], token)))
             connections = {other: _connect(store, other, member) for other in range(member)}
             connections |= accept_members(listener, token, range(member + 1, size), on_wait)
         for connection in connections.values():
@@ -122,16 +123,16 @@ class Mesh:
 
 
 def _connect(store: dist.Store, other: int, member: int) -> socket.socket:
-    address, port, token = store.get(f"mesh {other}").decode().split()
+    endpoint = parse_endpoint(store.get(f"mesh {other}").decode())
     try:
-        connection = socket.create_connection((address, int(port)))
+        connection = socket.create_connection((endpoint.host, endpoint.port))
     except OSError as error:
         raise LaunchError(
-            f"{socket.gethostname()} cannot connect to another rank, at {address} port {port} ({error}). The "
+            f"{socket.gethostname()} cannot connect to another rank, at {endpoint.netloc} ({error}). The "
             f"hosts of a job must reach each other at all ports. If they have several networks, name the one that "
             f"joins them, such as HOROVOD_GLOO_IFACE=eth0"
         ) from error
-    send_hello(connection, token, member)
+    send_hello(connection, endpoint.token, member)
     return connection
 
 
