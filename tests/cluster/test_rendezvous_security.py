@@ -29,6 +29,7 @@ from records import lines
 from waiting import wait_for
 
 from hvd_trainer.errors import LaunchError, first_line
+from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous import store_client, store_protocol, store_server
 from hvd_trainer.rendezvous.endpoint import (
     SECRET_FILE,
@@ -39,6 +40,7 @@ from hvd_trainer.rendezvous.endpoint import (
     sign_endpoint,
     verify_endpoint,
 )
+from hvd_trainer.rendezvous.join import RendezvousSettings, join_by_registry
 from hvd_trainer.rendezvous.registry import FileRegistry, private_file
 from hvd_trainer.utils.members import HELLO, MAX_STRANGERS, accept_members, send_hello
 from hvd_trainer.utils.network import LOOPBACK
@@ -472,6 +474,21 @@ def test_endpoint_counts_once_its_server_has_proved_its_token(endpoint: Endpoint
         stranger.join()
     assert TOKEN.encode() not in heard[0]
     assert not store_client.is_served(Endpoint(LOOPBACK, int(digits_job.free_port()), TOKEN))
+
+
+def test_rank_does_not_join_a_killed_job(tmp_path: Path) -> None:
+    port = digits_job.free_port()
+    (tmp_path / "job").write_text(f"{LOOPBACK}:{port}/{TOKEN}")
+    settings = RendezvousSettings(
+        world=World(1, 2, 1, 2),
+        environ={},
+        session="",
+        secret=None,
+        address=None,
+        timeout=timedelta(seconds=0.1),
+    )
+    with pytest.raises(LaunchError, match=rf"waited 0 s for rank 0, which does not answer at {LOOPBACK}:{port}\."):
+        join_by_registry(FileRegistry(tmp_path / "job"), settings, LOOPBACK)
 
 
 # Real jobs.
