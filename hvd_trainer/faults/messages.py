@@ -1,6 +1,6 @@
 """Messages between the monitors of rank 0 and of the other ranks, and the connections that they travel by.
 
-to rank 0       Hello, then Alive, RankEnded, Stacks, Done
+to rank 0       Alive, RankEnded, Stacks, Done
 from rank 0     Alive, StacksRequest, JobEnded, Bye
 """
 
@@ -15,21 +15,12 @@ from msgspec import Struct
 from hvd_trainer.faults.root_cause import Event, Heartbeat, RootCause
 from hvd_trainer.utils.network import close_in_children
 
-MAX_HELLO_BYTES = 1 << 12
-"""Limit of the first message, which has the token."""
 MAX_MESSAGE_BYTES = 1 << 24
-"""Limit of a message of a rank, which may have its stacks."""
+"""Limit of a message, which may have a rank's stacks. After a longer one a channel counts as broken."""
 
 
 class _Message(Struct, kw_only=True, tag_field="kind", tag=str.lower):
     """A JSON object whose `kind` is the class's name in lower case."""
-
-
-class Hello(_Message):
-    """The first message of a rank, which authenticates it."""
-
-    token: str
-    rank: int
 
 
 class Alive(_Message):
@@ -82,20 +73,15 @@ class Bye(_Message):
     """All ranks are done, or rank 0 disconnects because the job is over."""
 
 
-Message = Hello | Alive | RankEnded | StacksRequest | Stacks | JobEnded | Done | Bye
+Message = Alive | RankEnded | StacksRequest | Stacks | JobEnded | Done | Bye
 _decoder = msgspec.json.Decoder(Message)
 
 
 class Channel:
-    """One end of a connection: messages as JSON, one per line; what arrives is checked against their types.
+    """One end of a connection: messages as JSON, one per line; what arrives is checked against their types."""
 
-    Args:
-        max_bytes: of a message; after a longer one the channel counts as broken.
-    """
-
-    def __init__(self, connection: socket.socket, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self.max_bytes = max_bytes
         self._unread = b""
         close_in_children(connection)
 
@@ -118,7 +104,7 @@ class Channel:
             messages = [_decoder.decode(line) for line in lines]
         except (msgspec.MsgspecError, RecursionError):
             return None
-        return messages if data and len(self._unread) < self.max_bytes else None
+        return messages if data and len(self._unread) < MAX_MESSAGE_BYTES else None
 
     def close(self) -> None:
         self._socket.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.faults import failure_report, stack_dump
 from hvd_trainer.faults.failure_report import STALL, Failure, reporter
-from hvd_trainer.faults.messages import Alive, Bye, Channel, Done, Hello, JobEnded, Message, Stacks, StacksRequest
+from hvd_trainer.faults.messages import Alive, Bye, Channel, Done, JobEnded, Message, Stacks, StacksRequest
 from hvd_trainer.faults.monitor import (
     ENDED_SILENTLY,
     EXIT_GRACE_S,
@@ -22,6 +21,8 @@ from hvd_trainer.faults.monitor import (
     MonitorSettings,
 )
 from hvd_trainer.faults.root_cause import Heartbeat, RootCause
+from hvd_trainer.rendezvous.endpoint import parse_endpoint
+from hvd_trainer.utils.members import send_hello
 
 
 class MonitorClient(Monitor):
@@ -33,17 +34,18 @@ class MonitorClient(Monitor):
 
     def __init__(self, settings: MonitorSettings, store: dist.Store) -> None:
         super().__init__(settings)
-        host, port, self._token = json.loads(store.get("monitor"))
+        server = parse_endpoint(store.get("monitor").decode())
+        self._token = server.token
         try:
-            connection = socket.create_connection((host, port), timeout=settings.startup_s)
+            connection = socket.create_connection((server.host, server.port), timeout=settings.startup_s)
+            send_hello(connection, self._token, self.world.rank)
         except OSError as error:
             raise LaunchError(
-                f"{self.world} could not reach rank 0 at {host}, port {port}: {first_line(error)}. A firewall "
+                f"{self.world} could not reach rank 0 at {server.netloc}: {first_line(error)}. A firewall "
                 f"may stand between the nodes, or rank 0 has ended."
             ) from error
         connection.settimeout(STACKS_TIMEOUT_S)
         self.add_channel(0, Channel(connection))
-        self.broadcast(Hello(token=self._token, rank=self.world.rank))
         self._lost_at: float | None = None
         self._may_disconnect = False
         """whether rank 0 has disconnected on purpose: the channel's end is no failure"""

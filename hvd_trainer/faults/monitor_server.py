@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
+import secrets
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
+from hvd_trainer.errors import LaunchError
 from hvd_trainer.faults import failure_report, stack_dump
 from hvd_trainer.faults.failure_report import STALL, Failure, reporter
 from hvd_trainer.faults.messages import (
@@ -32,7 +34,6 @@ from hvd_trainer.faults.monitor import (
     Monitor,
     MonitorSettings,
 )
-from hvd_trainer.faults.rank_listener import RankListener
 from hvd_trainer.faults.root_cause import (
     Event,
     Heartbeat,
@@ -42,9 +43,13 @@ from hvd_trainer.faults.root_cause import (
     find_stall,
     is_certain,
 )
+from hvd_trainer.rendezvous.endpoint import Endpoint
+from hvd_trainer.utils import network
+from hvd_trainer.utils.members import TOKEN_BYTES, accept_members
 
 LEAVING_S = {"left": 3.0, "interrupted": 2.0}
 """How long all ranks may take to leave, if all of them were meant to."""
+SEND_TIMEOUT_S = 1.0
 MAX_OTHERS = 16
 """Lines about other ranks in a report."""
 RANK_0_DELAY_S = 0.3
@@ -66,7 +71,11 @@ class _StallReport:
 
 
 class MonitorServer(Monitor):
-    """The monitor of rank 0, which publishes its address in the store and listens there for the others'."""
+    """The monitor of rank 0, which publishes its address in the store and waits there for those of all others.
+
+    Raises:
+        LaunchError: not all have connected in time.
+    """
 
     def __init__(self, settings: MonitorSettings, store: dist.Store, address: str) -> None:
         super().__init__(settings)
@@ -75,14 +84,26 @@ class MonitorServer(Monitor):
         self._first_event = 0.0
         self._stall: _StallReport | None = None
         self._closing_since: float | None = None
-        self._listener = RankListener(address, self.world.size, self.selector, self._add_rank)
-        store.set("monitor", json.dumps([address, self._listener.port, self._listener.token]))
+        self._token = secrets.token_hex(TOKEN_BYTES)
+        for rank, connection in self._accept_others(store, address).items():
+            connection.settimeout(SEND_TIMEOUT_S)
+            self._heartbeats[rank] = Heartbeat()
+            self.add_channel(rank, Channel(connection))
 
-    def _add_rank(self, rank: int, channel: Channel, messages: list[Message]) -> None:
-        self._heartbeats[rank] = Heartbeat()
-        self.add_channel(rank, channel)
-        for message in messages:
-            self.handle(rank, message)
+    def _accept_others(self, store: dist.Store, address: str) -> dict[int, socket.socket]:
+        limit_s = self.settings.startup_s
+        deadline = time.monotonic() + limit_s
+
+        def give_up_if_due() -> None:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"{self.world} waited {limit_s:.0f} s for all ranks to connect to {address}; not all came. "
+                    f"See what they printed: they may have ended; else a firewall may stand between the nodes."
+                )
+
+        with network.listen(address, 0) as listener:
+            store.set("monitor", str(Endpoint(address, listener.getsockname()[1], self._token)))
+            return accept_members(listener, self._token, range(1, self.world.size), give_up_if_due)
 
     def handle_loss(self, rank: int) -> None:
         if rank not in self.done and all(event.rank != rank for event in self._events):
@@ -221,7 +242,7 @@ class MonitorServer(Monitor):
             "crossed": "waits for the others and they for it: they have not made the same exchanges, or one takes "
             + (f"longer than {heartbeat.seconds:.0f} s" if goes_on else "longer than --timeout-s"),
         }[stall.kind]
-        folder = failure_report.report_folder(self.log_folder, self._listener.token)
+        folder = failure_report.report_folder(self.log_folder, self._token)
         stacks = report.stacks.get(rank, "")
         main_thread = "" if stall.kind == "crossed" else stack_dump.main_thread_section(stacks).rstrip()
         others = [f"rank {other}: {describe(beat)}" for other, beat in report.heartbeats.items() if other != rank]
@@ -255,7 +276,6 @@ class MonitorServer(Monitor):
     def disconnect(self) -> None:
         self.broadcast(Bye())
         self.close_channels()
-        self._listener.close()
 
     def disconnect_if_done(self) -> bool:
         now = time.monotonic()

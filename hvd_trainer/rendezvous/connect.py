@@ -19,19 +19,22 @@ single process there is nothing to find: the store is in memory. What the ranks 
 
 from __future__ import annotations
 
+import socket
+import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from hvd_trainer.errors import LaunchError
+from hvd_trainer.errors import LaunchError, first_line
+from hvd_trainer.launch.slurm import read_step, slurm_job
 from hvd_trainer.launch.world import World, is_elastic
 from hvd_trainer.rendezvous.endpoint import parse_endpoint, read_secret
-from hvd_trainer.rendezvous.fixed_address import join_at_address, open_torch_store, parse_port
+from hvd_trainer.rendezvous.fixed_address import join_at_address, meet_at, parse_port
 from hvd_trainer.rendezvous.join import RendezvousSettings, join_by_registry, join_store, serve_store
 from hvd_trainer.rendezvous.registry import FileRegistry, HttpRegistry, StoreRegistry, job_file
 from hvd_trainer.rendezvous.shared_stores import JobStore, shared_stores
-from hvd_trainer.rendezvous.slurm_address import join_step
 from hvd_trainer.rendezvous.store_client import RUN_STORE
 from hvd_trainer.utils.network import LOOPBACK, TEST_NET_ADDRESS, outward_address
 
@@ -101,17 +104,56 @@ def _join(settings: RendezvousSettings, init_method: str | None) -> JobStore:
     if launcher == "torchrun":
         return _join_by_torchrun(settings)
     if launcher == "srun":
-        return join_step(settings)
+        return _join_by_srun(settings)
     return _join_by_mpi(settings)
 
 
 def _join_by_torchrun(settings: RendezvousSettings) -> JobStore:
-    host = settings.variable("MASTER_ADDR")
-    port = parse_port(settings.variable("MASTER_PORT"))
-    place = f"{host}:{port}"
-    shared = shared_stores.get(place, lambda: JobStore(open_torch_store("env://", place, settings), host))
+    host, port = settings.variable("MASTER_ADDR"), parse_port(settings.variable("MASTER_PORT"))
+    store = shared_stores.get(f"{host}:{port}", lambda: _open_torchrun_store(f"{host}:{port}", settings))
     address = settings.address or outward_address(host, port)
-    return join_by_registry(StoreRegistry(shared.store, settings.session), settings, address)
+    return join_by_registry(StoreRegistry(store, settings.session), settings, address)
+
+
+def _open_torchrun_store(place: str, settings: RendezvousSettings) -> dist.Store:
+    world, timeout = settings.world, settings.timeout
+    try:
+        store: dist.Store = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))[0]
+    except (dist.DistError, RuntimeError, ValueError, OSError) as error:
+        raise LaunchError(
+            f"{world} could not meet the others at {place}: {first_line(error)}. If the port is in use, choose "
+            f"another: torchrun --master-port N; if no rank 0 listens there, start all {world.size} ranks."
+        ) from error
+    return store
+
+
+def _join_by_srun(settings: RendezvousSettings) -> JobStore:
+    """Join at the step's first host, and a port computed from the step's number."""
+    step = read_step(settings.environ)
+    # Another step whose port is the same has another name: its ranks never take this one's rank 0 for theirs.
+    name = f"{step.job}.{step.number} start {slurm_job(settings.environ).restart_count} {settings.session}"
+    return meet_at(node_address(step.master_address), step.master_port, settings, name)
+
+
+def node_address(node: str) -> str:
+    """Return the address of a node: its name if that resolves, else the address that Slurm has for it.
+
+    Raises:
+        LaunchError: neither resolves.
+    """
+    with suppress(OSError):
+        socket.getaddrinfo(node, None)
+        return node
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["scontrol", "--oneliner", "show", "node", node]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+        fields = dict(field.partition("=")[::2] for field in shown.split())
+        socket.getaddrinfo(fields.get("NodeAddr", ""), None)
+        return fields["NodeAddr"]
+    raise LaunchError(
+        f"The address of {node}, where rank 0 runs, is known neither to this machine nor to Slurm. Type before "
+        f"srun: export MASTER_ADDR=ADDRESS_OF_RANK_0 MASTER_PORT=29500"
+    )
 
 
 def _join_by_mpi(settings: RendezvousSettings) -> JobStore:

@@ -1,4 +1,4 @@
-"""An endpoint: the address of a job's store and the token that opens it; how ranks authenticate a published one.
+"""An endpoint: where a job's store, or a rank, listens, and its token; how ranks authenticate a published one.
 
 If everyone can read where it is published, it can be derived from a secret that the ranks share:
 
@@ -25,7 +25,7 @@ MIN_SECRET_BYTES = 16
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address of a store, and its token: 32 hexadecimal digits."""
+    """An address, and the token of who listens there: 32 hexadecimal digits."""
 
     host: str
     port: int

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
-from urllib.parse import urlsplit
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -16,8 +14,14 @@ from hvd_trainer.rendezvous import store_client
 from hvd_trainer.rendezvous.endpoint import Endpoint
 from hvd_trainer.rendezvous.join import RendezvousSettings, join_by_registry, serve_store
 from hvd_trainer.rendezvous.registry import FileRegistry, StoreRegistry, private_file
-from hvd_trainer.rendezvous.shared_stores import JOINED, JobStore, shared_stores
-from hvd_trainer.utils.network import LOOPBACK, outward_address, resolve_own_address, resolves_to_loopback
+from hvd_trainer.rendezvous.shared_stores import JobStore, shared_stores
+from hvd_trainer.utils.network import (
+    LOOPBACK,
+    TEST_NET_ADDRESS,
+    outward_address,
+    resolve_own_address,
+    resolves_to_loopback,
+)
 
 PUBLIC_TOKEN = "0" * 32
 """Of a store whose address is all that ranks share: everyone may read it. It has other stores' endpoints only."""
@@ -50,7 +54,7 @@ def meet_at(host: str, port: int, settings: RendezvousSettings, name: str) -> Jo
     """
     public = shared_stores.get(f"{host}:{port}", lambda: _open_public_store(host, port, settings))
     address = settings.address or outward_address(host, port)
-    return join_by_registry(StoreRegistry(public.store, name), settings, address)
+    return join_by_registry(StoreRegistry(public, name), settings, address)
 
 
 def parse_address(init_method: str, environ: Mapping[str, str], world: World) -> tuple[str, int]:
@@ -89,21 +93,20 @@ def parse_port(text: str) -> int:
     return int(text)
 
 
-def _open_public_store(host: str, port: int, settings: RendezvousSettings) -> JobStore:
+def _open_public_store(host: str, port: int, settings: RendezvousSettings) -> dist.Store:
     """Serve or join the store at the given address, which only has the endpoint of each session's own store."""
     world = settings.world
     address = listen_address(host, world)
     if world.is_first:
         serve_store(world, address, port, PUBLIC_TOKEN)
     try:
-        store = store_client.connect(Endpoint(address, port, PUBLIC_TOKEN), settings.timeout)
+        return store_client.connect(Endpoint(address, port, PUBLIC_TOKEN), settings.timeout)
     except (dist.DistError, RuntimeError) as error:
         raise LaunchError(
             f"{world} could not meet the others at {host}:{port}: {first_line(error)}. If no rank 0 listens "
             f"there, start all {world.size} ranks. If rank 0's machine has several networks, name it by its "
             f"address in the one that they share."
         ) from None
-    return JobStore(store, host)
 
 
 def listen_address(host: str, world: World) -> str:
@@ -121,39 +124,13 @@ def listen_address(host: str, world: World) -> str:
 
 
 def _join_by_file(url: str, settings: RendezvousSettings) -> JobStore:
-    """Join the ranks by a file that all nodes see. Only its owner can read it."""
-
-    def open_file() -> JobStore:
-        with suppress(OSError):  # it exists, or PyTorch will raise
-            os.close(os.open(urlsplit(url).path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-        return JobStore(open_torch_store(url, url, settings), LOOPBACK)
-
-    shared = shared_stores.get(url, open_file)
-    shared.store.set_timeout(settings.timeout)  # `dist.rendezvous` does not set it for files
-    return shared
-
-
-def open_torch_store(init_method: str, place: str, settings: RendezvousSettings) -> dist.Store:
-    """Return PyTorch's own store for an init method, such as that of torchrun.
-
-    Raises:
-        LaunchError: it cannot be opened, or its file is of an earlier job.
-    """
-    world = settings.world
-    # env:// would take rank and size from RANK and WORLD_SIZE, which mpirun and srun do not set.
-    url = f"{init_method}{'&' if '?' in init_method else '?'}rank={world.rank}&world_size={world.size}"
+    """Join the ranks by a file that all nodes see, one for each session. Only its owner can read it."""
+    registry = FileRegistry(Path(f"{url.removeprefix('file://')}.{settings.session}"))
+    address = settings.address or outward_address(TEST_NET_ADDRESS, 1)
     try:
-        store: dist.Store = next(dist.rendezvous(url, timeout=settings.timeout))[0]
-    except (dist.DistError, RuntimeError, ValueError, OSError) as error:
+        return join_by_registry(registry, settings, LOOPBACK if settings.world.num_nodes == 1 else address)
+    except OSError as error:
         raise LaunchError(
-            f"{world} could not meet the others at {place}: {first_line(error)}. If the port is in use, "
-            f"choose another (torchrun: --master-port N, else MASTER_PORT or --init-method); if no rank 0 "
-            f"listens there, start all {world.size} ranks."
+            f"{settings.world} could not meet the others at {url}: {first_line(error)}. Name a new file in a "
+            f"folder that all ranks see."
         ) from error
-    # A job that was killed leaves its file behind, with values that are not of this job.
-    if place.startswith("file://") and store.add(JOINED, 1) > world.size:
-        raise LaunchError(
-            f"The file of --init-method {place} is left from an earlier job. Type: rm {urlsplit(place).path}, or "
-            f"name a new file."
-        )
-    return store

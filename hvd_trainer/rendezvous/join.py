@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -21,7 +20,6 @@ from hvd_trainer.rendezvous.shared_stores import JobStore
 MIN_POLL_S, MAX_POLL_S = 0.02, 1.0
 PORT_RELEASE_S = 2.0
 """How long a chosen port may be in use by the server of an earlier job, which ends a moment after that job."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +56,7 @@ def join_by_registry(
         endpoint = serve_store(settings.world, address, port, token)
         registry.publish(sign_endpoint(endpoint, nonce, secret))
     else:
-
-        def find() -> Endpoint | None:
-            text = registry.lookup()
-            return None if text is None else verify_endpoint(text, secret)
-
-        endpoint = wait_for(find, settings)
+        endpoint = _find(registry, settings)
     return join_store(endpoint, settings)
 
 
@@ -102,21 +95,27 @@ def join_store(endpoint: Endpoint, settings: RendezvousSettings) -> JobStore:
         ) from None
 
 
-def wait_for(find: Callable[[], T | None], settings: RendezvousSettings) -> T:
-    """Return what a function returns, once that is not None.
+def _find(registry: EndpointRegistry, settings: RendezvousSettings) -> Endpoint:
+    """Return the endpoint that rank 0 publishes, once its server answers: there may be an earlier job's.
 
     Raises:
-        LaunchError: it did not in time.
+        LaunchError: there is none in time.
     """
     start, limit_s = time.monotonic(), settings.timeout.total_seconds()
-    while (value := find()) is None:
+    while True:
+        text = registry.lookup()
+        endpoint = None if text is None else verify_endpoint(text, settings.secret)
+        if endpoint is not None and store_client.is_served(endpoint):
+            return endpoint
         waited_s = time.monotonic() - start
         if waited_s > limit_s:
+            waited = f"{settings.world} waited {limit_s:.0f} s for rank 0, which"
             raise LaunchError(
-                f"{settings.world} waited {limit_s:.0f} s for rank 0, which never said where it is. "
-                f"See what rank 0 printed: it may have ended; or it has another TMPDIR on this node, or another "
-                f"HVD_TRAINER_SECRET_FILE."
+                f"{waited} never said where it is. See what rank 0 printed: it may have ended; or it has another "
+                f"TMPDIR on this node, or another HVD_TRAINER_SECRET_FILE."
+                if endpoint is None
+                else f"{waited} does not answer at {endpoint.netloc}. See what rank 0 printed: it may have ended; "
+                f"else a firewall may stand between the nodes."
             )
         # Back off: a thousand ranks that poll 50 times per second would slow down the start of rank 0.
         time.sleep(min(MAX_POLL_S, max(MIN_POLL_S, waited_s / 10)))
-    return value

@@ -1,15 +1,14 @@
 """Registries: where rank 0 publishes the endpoint of its store, and the other ranks look it up.
 
-There is one for each way that a launcher offers: a file that only this user can read, if all ranks are on one
-node; else horovodrun's key-value server, torchrun's store, or a store at a given address, which everyone can read.
+There is one for each way that a launcher offers: a file that only this user can read, on one node or if one is
+given; else horovodrun's key-value server, torchrun's store, or a store at a given address, which
+everyone can read. Each may still have the endpoint of an earlier job: whoever looks one up asks its server.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
-import socket
 import stat
 import tempfile
 import urllib.error
@@ -24,9 +23,7 @@ import torch.distributed as dist
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.launch.world import World
 from hvd_trainer.utils.files import read_regular
-from hvd_trainer.utils.process import start_time
 
-CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 30.0
 MAX_ENTRY_BYTES = 1 << 12
 
@@ -66,44 +63,33 @@ class HttpRegistry:
 
 
 class FileRegistry:
-    """A file that only this user can read, for ranks on one node.
-
-    The entry names the process that has written it: one that a killed job left behind is ignored.
-    """
+    """A file that only this user can read; its folder is this user's alone, or one that the user has named."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def publish(self, endpoint: str) -> None:
-        entry = {"endpoint": endpoint, "pid": os.getpid(), "start_time": start_time(os.getpid())}
-        open_private_folder(self._path.parent)
         handle, temporary = tempfile.mkstemp(dir=self._path.parent)
         with os.fdopen(handle, "w") as file:
-            json.dump(entry, file)
+            file.write(endpoint)
         os.replace(temporary, self._path)
-        atexit.register(self._remove)
+        atexit.register(self._remove, endpoint)
 
     def lookup(self) -> str | None:
-        with suppress(FileNotFoundError):  # of the entry, or its process
-            _check_private(self._path.parent)
-            entry = json.loads(read_regular(self._path, MAX_ENTRY_BYTES))
-            if start_time(entry["pid"]) == entry["start_time"]:
-                return str(entry["endpoint"])
+        # NFS says from memory that a file does not exist, until its folder is opened.
+        with suppress(FileNotFoundError), os.scandir(self._path.parent):
+            return read_regular(self._path, MAX_ENTRY_BYTES).decode(errors="replace")
         return None
 
-    def _remove(self) -> None:
-        """Delete the entry if it is still that of this process."""
+    def _remove(self, endpoint: str) -> None:
+        """Delete the entry if it still has this process's endpoint."""
         with suppress(OSError, ValueError):
-            if json.loads(read_regular(self._path, MAX_ENTRY_BYTES))["pid"] == os.getpid():
+            if self.lookup() == endpoint:
                 self._path.unlink()
 
 
 class StoreRegistry:
-    """An entry of a store that all ranks find by themselves, such as torchrun's.
-
-    torchrun's store may outlive the ranks, depending on its version and the number of nodes, and then still has
-    the entry of the previous start: an endpoint counts only if a connection to it succeeds.
-    """
+    """An entry of a store that all ranks find by themselves, such as torchrun's, which may outlive the ranks."""
 
     def __init__(self, store: dist.Store, key: str) -> None:
         self._store, self._key = store, f"hvd_trainer/{key}"
@@ -112,13 +98,7 @@ class StoreRegistry:
         self._store.set(self._key, endpoint)
 
     def lookup(self) -> str | None:
-        if not self._store.check([self._key]):
-            return None
-        endpoint = self._store.get(self._key).decode()
-        host, _, port = endpoint.partition("/")[0].rpartition(":")
-        with suppress(OSError, ValueError), socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S):
-            return endpoint
-        return None
+        return self._store.get(self._key).decode() if self._store.check([self._key]) else None
 
 
 EndpointRegistry = HttpRegistry | FileRegistry | StoreRegistry
@@ -132,19 +112,15 @@ def job_file(world: World, environ: Mapping[str, str], session: str) -> Path:
 
 
 def private_file(name: str) -> Path:
-    """Return the path of a file in this user's own folder on this node."""
-    safe = "".join(c if c.isalnum() else "_" for c in name)
-    return Path(tempfile.gettempdir()) / f"hvd_trainer-{os.getuid()}" / safe
-
-
-def open_private_folder(folder: Path) -> None:
-    """Make a folder, unless it is there, and see that it is this user's alone.
+    """Return the path of a file in this user's own folder on this node, which is made unless it exists.
 
     Raises:
-        LaunchError: it is not.
+        LaunchError: it is not this user's alone.
     """
+    folder = Path(tempfile.gettempdir()) / f"hvd_trainer-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(folder)
+    return folder / "".join(c if c.isalnum() else "_" for c in name)
 
 
 def _check_private(folder: Path) -> None:

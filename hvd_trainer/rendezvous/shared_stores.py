@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import torch.distributed as dist
-
-JOINED, LEFT = "met", "left"
-"""Keys by which the ranks that share a file count themselves."""
 
 
 class JobStore(NamedTuple):
@@ -26,13 +20,13 @@ class JobStore(NamedTuple):
 class SharedStores:
     """Numbers this process's sessions, and keeps the stores that are at a fixed place.
 
-    A session is one training. If each session opened a store of its own at the same port or file, a fast rank
-    would find the store of the previous session, which slower ranks are about to close.
+    A session is one training. If each session opened a store of its own at the same port, a fast rank would find
+    the store of the previous session, which slower ranks are about to close.
     """
 
     def __init__(self) -> None:
         self._sessions = itertools.count()
-        self._stores: dict[str, JobStore] = {}
+        self._stores: dict[str, dist.Store] = {}
 
     def next_session(self) -> str:
         """Return the name of a new session: the prefix of its keys."""
@@ -42,26 +36,11 @@ class SharedStores:
         """Count sessions from 0 again, as new processes do: horovodrun has cleared its key-value store."""
         self._sessions = itertools.count()
 
-    def get(self, place: str, open_store: Callable[[], JobStore]) -> JobStore:
+    def get(self, place: str, open_store: Callable[[], dist.Store]) -> dist.Store:
         """Return the store at a place; open it if this process has not yet."""
         if place not in self._stores:
             self._stores[place] = open_store()
         return self._stores[place]
 
-    def close(self) -> None:
-        """Close all stores, and delete the file of one that all ranks have left.
-
-        PyTorch deletes it, too, but not if two ranks leave at once; the next job would take it for its own.
-        """
-        abandoned = [
-            urlsplit(place).path
-            for place, (store, _) in self._stores.items()
-            if place.startswith("file://") and store.add(LEFT, 1) == store.add(JOINED, 0)
-        ]
-        self._stores.clear()
-        for path in abandoned:
-            Path(path).unlink(missing_ok=True)
-
 
 shared_stores = SharedStores()
-atexit.register(shared_stores.close)

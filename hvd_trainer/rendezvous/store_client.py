@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +29,7 @@ SERVER_PROGRAM = (
 )
 """Run without site-packages, whose start-up hooks take longer than the server itself."""
 EXIT_TIMEOUT_S = 1.0
+ANSWER_TIMEOUT_S = 5.0
 RUN_STORE = "HVD_TRAINER_STORE"
 """Variable with the store's endpoint, for ranks that a process of this package starts on its own machine."""
 _lock = threading.Lock()
@@ -118,6 +121,19 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:  # another process, forked meanwhile, has the pipe open, too
         process.kill()
         process.wait()
+
+
+def is_served(endpoint: Endpoint) -> bool:
+    """Return True if a server answers at an endpoint that proves that it knows the token, which is not sent.
+
+    The endpoint may be that of a job that was killed, and another program may have its port since.
+    """
+    challenge, address = secrets.token_hex(16), (endpoint.host, endpoint.port)
+    with suppress(OSError), socket.create_connection(address, ANSWER_TIMEOUT_S) as connection:
+        connection.sendall(f"PROVE {challenge}\r\n\r\n".encode())
+        proof = hmac.digest(endpoint.token.encode(), challenge.encode(), "sha256")
+        return proof in connection.recv(1 << 16)
+    return False
 
 
 def connect(endpoint: Endpoint, timeout: timedelta) -> dist.Store:

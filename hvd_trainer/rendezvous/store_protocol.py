@@ -9,6 +9,7 @@ TCPStoreLibUvBackend.cpp. Numbers are in the machine's byte order; lengths and c
     6 1 n /TOKEN/key  -> 0               wait; answered once the key is set
     3 n /TOKEN/key    -> n value         get
 
+Before it sends its token, a rank has the server prove that it knows it, by a request like HTTP's: PROVE CHALLENGE.
 Queues and listing all keys, which the engines do not use, are refused like garbage. Nothing longer than its limit
 is read, and very little from a client that has not sent a key with a token.
 """
@@ -16,6 +17,7 @@ is read, and very little from a client that has not sent a key with a token.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import os
 import socket
 import struct
@@ -55,7 +57,7 @@ class Store:
     def __init__(self, pipe: int) -> None:
         self._pipe, self._partial_token = pipe, b""
         os.set_blocking(pipe, False)
-        self._tokens: set[bytes] = set()
+        self._tokens: dict[bytes, None] = {}
         self.values: dict[bytes, bytes] = {}
         self._awaited: WeakValueDictionary[bytes, asyncio.Event] = WeakValueDictionary()
         """by key, as long as a client waits for it"""
@@ -66,7 +68,7 @@ class Store:
         with suppress(BlockingIOError):
             while data := os.read(self._pipe, 1 << 16):
                 *tokens, self._partial_token = (self._partial_token + data).split(b"\n")
-                self._tokens.update(tokens)
+                self._tokens.update(dict.fromkeys(tokens))
             return False
         return True
 
@@ -76,6 +78,11 @@ class Store:
         if token not in self._tokens:
             self.read_tokens()  # a rank that was given a new one may have sent it already
         return key[:1] == b"/" and token in self._tokens
+
+    def proofs(self, challenge: bytes) -> bytes:
+        """Return a keyed hash (HMAC-SHA256) of a challenge for each token, the newest one's first."""
+        self.read_tokens()
+        return b"".join(hmac.digest(token, challenge, "sha256") for token in reversed(self._tokens))
 
     def set(self, key: bytes, value: bytes) -> None:
         """Set a value, and wake the clients that wait for the key."""
@@ -264,6 +271,9 @@ class Client:
         request, *fields = head.decode("latin-1").split("\r\n")
         method, _, rest = request.partition(" ")
         key = rest.partition(" ")[0].encode("latin-1")
+        if method == "PROVE":
+            await self._send(self._store.proofs(key))
+            return
         self._authenticate(key)
         code, body = "200 OK", b""
         if method == "PUT":

@@ -22,6 +22,7 @@ from job import REPORT
 from launchers import QUICKEST, REPOSITORY, SUPPORT, Result, launch, requires, start
 from records import lines
 
+from hvd_trainer.errors import LaunchError
 from hvd_trainer.faults import monitor
 from hvd_trainer.faults.activity import Activity
 from hvd_trainer.faults.monitor import MonitorSettings
@@ -246,7 +247,7 @@ from hvd_trainer.faults.monitor import MonitorSettings
 from hvd_trainer.faults.monitor_server import MonitorServer
 from hvd_trainer.faults.root_cause import RootCause
 
-world = World(0, 2, 0, 2, 0, 1, "hand")
+world = World(0, 1, 0, 1, 0, 1, "hand")
 peers = [RankInfo("here", rank, "ddp", (0,), None) for rank in (0, 1)]
 settings = MonitorSettings(
     world=world, peers=peers, activity=Activity(60), startup_s=60, environ={}, elastic_timeout_s=float(sys.argv[1])
@@ -263,7 +264,7 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("elastic_timeout_s", "state", "printed"),
     [
-        ("0.2", "sound", "rank 0 of 2 is ended: 0.2 s after rank 1 failed it has not left (before the first"),
+        ("0.2", "sound", "rank 0 of 1 is ended: 0.2 s after rank 1 failed it has not left (before the first"),
         # After an error in the monitor thread nothing ended the rank.
         ("60", "broken", "TypeError"),
     ],
@@ -279,6 +280,15 @@ def test_monitor_ends_rank_that_does_not_leave(
     assert printed in result.stderr
 
 
+def test_monitor_gives_up_on_a_rank_that_does_not_connect() -> None:
+    peers = [RankInfo("here", rank, "ddp", (0,), None) for rank in (0, 1)]
+    settings = MonitorSettings(
+        world=World(0, 2, 0, 2), peers=peers, activity=Activity(60), startup_s=0.5, environ={}
+    )
+    with pytest.raises(LaunchError, match=r"waited 0 s for all ranks to connect to 127\.0\.0\.1; not all came"):
+        MonitorServer(settings, dist.HashStore(), "127.0.0.1")
+
+
 @pytest.mark.parametrize("phase", ["reduce", "backward", "callback"])
 def test_monitor_shuts_down_connections_only_during_exchange(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In other phases a connection to the lost host may be the user's own, such as a callback's upload."""
@@ -287,7 +297,7 @@ def test_monitor_shuts_down_connections_only_during_exchange(phase: str, monkeyp
     activity = Activity(60)
     activity.enter(phase)
     settings = MonitorSettings(
-        world=World(0, 2, 0, 1, 0, 2, "hand"),
+        world=World(),
         peers=peers,
         activity=activity,
         startup_s=60,

@@ -313,6 +313,18 @@ def test_ranks_by_hand_with_secret_and_second_interface(backend: str, cluster: C
         assert "ours" not in output(shared)
 
 
+def test_ranks_by_hand_meet_at_a_shared_file(cluster: Cluster, shared: Path) -> None:
+    """Rank 0's monitor listened at 127.0.0.1, where the other host did not reach it."""
+    argv = [JOB, *OPTIONS, "--backend", "ddp", "--log-dir", str(shared / "log")]
+    argv += ["--init-method", f"file://{shared}/meeting"]
+    pair = cluster.hosts[:2]
+    environs = [digits_job.by_hand(rank, 2, local=(0, 1)) for rank in (0, 1)]
+    with typed([(host, [sys.executable, *argv]) for host in pair], pair, shared, environs) as running:
+        assert finish(running, shared) == [0, 0], output(shared)
+    assert [(one["hostname"], one["node_rank"]) for one in worlds(shared)] == [("hosta", 0), ("hostb", 1)]
+    assert not [*shared.glob("meeting*")]
+
+
 def test_ranks_with_different_secrets_do_not_join(cluster: Cluster, shared: Path) -> None:
     argv = [JOB, *OPTIONS, "--log-dir", str(shared / "log"), "--backend", "ddp", "--startup-timeout-s", "5"]
     with by_hand(cluster.hosts[:2], argv, shared, ["ours" * 8, "theirs" * 8]) as running:

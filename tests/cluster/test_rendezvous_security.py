@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import resource
-import selectors
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +29,7 @@ from records import lines
 from waiting import wait_for
 
 from hvd_trainer.errors import LaunchError, first_line
-from hvd_trainer.faults.rank_listener import RankListener
+from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous import store_client, store_protocol, store_server
 from hvd_trainer.rendezvous.endpoint import (
     SECRET_FILE,
@@ -40,7 +40,9 @@ from hvd_trainer.rendezvous.endpoint import (
     sign_endpoint,
     verify_endpoint,
 )
-from hvd_trainer.rendezvous.registry import FileRegistry
+from hvd_trainer.rendezvous.join import RendezvousSettings, join_by_registry
+from hvd_trainer.rendezvous.registry import FileRegistry, private_file
+from hvd_trainer.utils.members import HELLO, MAX_STRANGERS, accept_members, send_hello
 from hvd_trainer.utils.network import LOOPBACK
 
 pytestmark = pytest.mark.warm
@@ -290,55 +292,94 @@ def server_here() -> Iterator[int]:
             os.close(reading)
 
 
-def test_rank_listener_closes_connections_whose_first_message_is_invalid() -> None:
+@contextmanager
+def accepting(*members: int) -> Iterator[tuple[int, Future[dict[int, socket.socket]]]]:
+    """Accept members in another thread; yield the port, and what is accepted."""
+    waits_until = time.monotonic() + 60
+
+    def on_wait() -> None:
+        assert time.monotonic() < waits_until, "not all have come"
+
+    with socket.create_server((LOOPBACK, 0), backlog=200) as listener, ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(accept_members, listener, TOKEN, members, on_wait)
+        yield listener.getsockname()[1], accepted
+        for connection in accepted.result().values():
+            connection.close()
+
+
+def connected(port: int, stack: ExitStack) -> socket.socket:
+    return stack.enter_context(socket.create_connection((LOOPBACK, port), timeout=10))
+
+
+def test_accept_members_closes_connections_whose_first_message_is_invalid() -> None:
     """Text that cannot be encoded once ended the monitor: any user could connect before the ranks had."""
-    with selectors.DefaultSelector() as selector:
-        listener = RankListener(LOOPBACK, 2, selector, on_rank=lambda rank, channel, messages: None)
+    with ExitStack() as stack, accepting(1, 2) as (port, accepted):
+        send_hello(connected(port, stack), TOKEN, 1)
         for message in (
-            b'{"kind": "hello", "token": "\\ud800", "rank": 1}',
-            b'{"kind": "hello", "token": "\xc3\xa9", "rank": 1}',
-            b'{"kind": "hello", "token": 1, "rank": 1}',
-            b'{"kind": "done"}',
-            b"[1]",
-            b'{"rank": true}',
             b"\xff",
+            b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n",
+            bytes.fromhex(TOKEN),
+            HELLO.pack(bytes(16), 2),
+            HELLO.pack(bytes.fromhex(TOKEN), 0),
+            HELLO.pack(bytes.fromhex(TOKEN), 1),
+            HELLO.pack(bytes.fromhex(TOKEN), 3),
         ):
-            ours, theirs = socket.socketpair()
-            listener.add(ours)
-            theirs.sendall(message + b"\n")
-            for key, _ in selector.select(10):
-                key.data()
-            assert theirs.recv(1) == b""
-            assert len(selector.get_map()) == 1, "the listener's own socket"
-        listener.close()
+            stranger = connected(port, stack)
+            stranger.sendall(message)
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1) == b"", message
+        assert not accepted.done()
+        send_hello(connected(port, stack), TOKEN, 2)
+        assert accepted.result(10).keys() == {1, 2}
 
 
-def test_rank_listener_waits_while_no_descriptor_is_left() -> None:
+def test_accept_members_hears_them_beside_silent_strangers() -> None:
+    """Each stranger was waited for, one after the other."""
+    with ExitStack() as stack, accepting(1) as (port, accepted):
+        first, *others = [connected(port, stack) for _ in range(MAX_STRANGERS + 5)]
+        assert first.recv(1) == b"", "the oldest is closed"
+        send_hello(member := connected(port, stack), TOKEN, 1)
+        member.sendall(b"more")
+        assert accepted.result(10)[1].recv(10) == b"more"
+        assert [stranger.recv(1) for stranger in others[-2:]] == [b"", b""]
+
+
+def test_accept_members_gives_up() -> None:
+    with socket.create_server((LOOPBACK, 0)) as listener, pytest.raises(ZeroDivisionError):
+        accept_members(listener, TOKEN, [1], lambda: 1 / 0)
+
+
+def test_accept_members_waits_while_no_descriptor_is_left() -> None:
     """It asked again at once, and so used a core until some file was closed."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with selectors.DefaultSelector() as selector:
-        listener = RankListener(LOOPBACK, 2, selector, on_rank=lambda rank, channel, messages: None)
-        with socket.create_connection((LOOPBACK, listener.port)):
+    turns: list[float] = []
+    filling: list[int] = []
+
+    def refill() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        while filling:
+            os.close(filling.pop())
+
+    def on_wait() -> None:
+        turns.append(time.monotonic())
+        if len(turns) == 1:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), before[1]))
-            filling: list[int] = []
-            turns, until = 0, time.monotonic() + 1
-            try:
-                with suppress(OSError):
-                    while True:
-                        filling.append(os.dup(0))
-                while time.monotonic() < until:
-                    for key, _ in selector.select(0.2):
-                        key.data()
-                    turns += 1
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, before)
-                for descriptor in filling:
-                    os.close(descriptor)
-            assert turns < 50
-            for key, _ in selector.select(10):
-                key.data()
-            assert len(selector.get_map()) == 2, "it is accepted as soon as there is one"
-        listener.close()
+            with suppress(OSError):
+                while True:
+                    filling.append(os.dup(0))
+            member.connect(listener.getsockname())
+            send_hello(member, TOKEN, 1)
+        elif turns[-1] - turns[0] > 1:
+            refill()
+
+    with socket.create_server((LOOPBACK, 0)) as listener, socket.socket() as member:
+        try:
+            (accepted,) = accept_members(listener, TOKEN, [1], on_wait).values()
+        finally:
+            refill()
+        accepted.close()
+    assert turns[-1] - turns[0] > 1, "it was accepted while there was none"
+    assert len(turns) < 50
 
 
 def test_first_line_hides_token(endpoint: Endpoint) -> None:
@@ -391,8 +432,11 @@ def test_read_secret(tmp_path: Path) -> None:
 
 @as_root
 @pytest.mark.parametrize("kind", ["theirs", "writable", "link"])
-def test_file_registry_refuses_folder_of_another_user(kind: str, tmp_path: Path) -> None:
-    folder = tmp_path / "hvd_trainer"
+def test_private_file_refuses_folder_of_another_user(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / "hvd_trainer-0"
     if kind == "link":
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         folder.symlink_to(tmp_path / "elsewhere")
@@ -400,12 +444,51 @@ def test_file_registry_refuses_folder_of_another_user(kind: str, tmp_path: Path)
         folder.mkdir()
         folder.chmod(0o777 if kind == "writable" else 0o700)
         os.chown(folder, attacks.NOBODY if kind == "theirs" else 0, -1)
-    # Opening a planted pipe would block.
-    os.mkfifo(folder / "job")
-    registry = FileRegistry(folder / "job")
-    for attempt in (lambda: registry.publish("127.0.0.1:1/a"), registry.lookup):
-        with pytest.raises(LaunchError, match="is not a folder for you alone"):
-            attempt()
+    with pytest.raises(LaunchError, match="is not a folder for you alone"):
+        private_file("job")
+
+
+def test_file_registry_does_not_wait_for_a_planted_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "job")
+    with pytest.raises(OSError, match="it is a pipe or a device"):
+        FileRegistry(tmp_path / "job").lookup()
+
+
+def test_endpoint_counts_once_its_server_has_proved_its_token(endpoint: Endpoint) -> None:
+    """A killed job leaves its endpoint behind; who listens at that port since must get neither ranks nor token."""
+    second = store_client.serve(LOOPBACK)
+    assert [store_client.is_served(one) for one in (endpoint, second)] == [True, True]
+    store_client.release(second)
+    assert not store_client.is_served(Endpoint(LOOPBACK, endpoint.port, TOKEN))
+    heard = []
+
+    def answer(listener: socket.socket) -> None:
+        with listener.accept()[0] as connection:
+            heard.append(connection.recv(1000))
+            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + bytes(32))
+
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        stranger = threading.Thread(target=answer, args=(listener,))
+        stranger.start()
+        assert not store_client.is_served(Endpoint(LOOPBACK, listener.getsockname()[1], TOKEN))
+        stranger.join()
+    assert TOKEN.encode() not in heard[0]
+    assert not store_client.is_served(Endpoint(LOOPBACK, int(digits_job.free_port()), TOKEN))
+
+
+def test_rank_does_not_join_a_killed_job(tmp_path: Path) -> None:
+    port = digits_job.free_port()
+    (tmp_path / "job").write_text(f"{LOOPBACK}:{port}/{TOKEN}")
+    settings = RendezvousSettings(
+        world=World(1, 2, 1, 2),
+        environ={},
+        session="",
+        secret=None,
+        address=None,
+        timeout=timedelta(seconds=0.1),
+    )
+    with pytest.raises(LaunchError, match=rf"waited 0 s for rank 0, which does not answer at {LOOPBACK}:{port}\."):
+        join_by_registry(FileRegistry(tmp_path / "job"), settings, LOOPBACK)
 
 
 # Real jobs.
@@ -442,7 +525,7 @@ def test_job_withstands_another_user(launcher: str, backend: str, tmp_path: Path
     with start(launcher, 2, options(log), env={"TMPDIR": str(temporary)}) as job:
         wait_for(lambda: len(lines(log, "step")) > 2, 90, lambda: job.report("no steps"))
         [entry] = temporary.glob("hvd_trainer-0/*")
-        token = parse_endpoint(json.loads(entry.read_text())["endpoint"]).token
+        token = parse_endpoint(entry.read_text()).token
         ports = listening(job)
         assert {address for address, _ in ports.values()} <= {LOOPBACK, "::ffff:127.0.0.1"}, ports
         assert any("store_server" in " ".join(process.cmdline()) for _, process in ports.values()), ports

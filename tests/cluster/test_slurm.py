@@ -14,7 +14,7 @@ import pytest
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch.slurm import SlurmStep, detect_slurm, first_host, read_step, visible_gpus
 from hvd_trainer.launch.world import detect
-from hvd_trainer.rendezvous import connect, slurm_address, store_client
+from hvd_trainer.rendezvous import connect, store_client
 from hvd_trainer.rendezvous.shared_stores import JobStore, shared_stores
 from hvd_trainer.utils.network import LOOPBACK
 
@@ -132,7 +132,7 @@ def test_ports_of_steps_differ() -> None:
 def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have no store of other tests, and the job's nodes on this machine."""
     monkeypatch.setattr(shared_stores, "_stores", {})
-    monkeypatch.setattr(slurm_address, "node_address", lambda node: LOOPBACK)
+    monkeypatch.setattr(connect, "node_address", lambda node: LOOPBACK)
     monkeypatch.setattr(store_client, "_servers", servers := {})
     yield
     for server in servers.values():

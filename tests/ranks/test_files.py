@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,10 +68,14 @@ def test_token_cache_follows_umask(umask: int, tmp_path: Path) -> None:
     assert rights(tmp_path / "cache") == wanted(tmp_path / "cache", umask)
 
 
-def test_file_registry_is_private_under_any_umask(umask: int, tmp_path: Path) -> None:
+def test_file_registry_is_private_under_any_umask(
+    umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has the token: whoever reads it could join the job."""
-    registry.FileRegistry(tmp_path / "met/job").publish("endpoint")
-    assert rights(tmp_path) == {"met": "700", "met/job": "600"}
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    registry.FileRegistry(registry.private_file("job")).publish("endpoint")
+    folder = f"hvd_trainer-{os.getuid()}"
+    assert rights(tmp_path) == {folder: "700", f"{folder}/job": "600"}
 
 
 def test_written_files_do_not_follow_planted_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def flood(ports: Sequence[int], number: int, seed: int = 0) -> int:
 
 def _request(chance: random.Random) -> bytes:
     sound = [MAGIC + query for query in queries(b"/" + b"0" * 32 + b"/peers").values()]
-    sound += [*requests("/" + "0" * 32 + "/horovod:1/global/0").values(), b'{"token": "0", "rank": 1}\n']
+    sound += [*requests("/" + "0" * 32 + "/horovod:1/global/0").values(), b"PROVE 0\r\n\r\n", bytes(20)]
     kind = chance.randrange(7)
     if kind == 0:
         return chance.randbytes(chance.randrange(2000))

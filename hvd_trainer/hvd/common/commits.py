@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hvd_trainer.rendezvous.registry import open_private_folder, private_file
+from hvd_trainer.rendezvous.registry import private_file
 from hvd_trainer.utils.files import atomic_write
 from hvd_trainer.utils.process import start_time
 
@@ -37,7 +37,6 @@ class CommitFiles:
         self._path = private_file(f"{PREFIX} {agent}")
         self._is_writer = is_writer
         self._count = 0
-        open_private_folder(self._path.parent)
         if is_writer:
             self._remove_abandoned()
 

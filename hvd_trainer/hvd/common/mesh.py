@@ -6,7 +6,6 @@ sides, which takes ten times as long (350 us instead of 30 us for two ranks on o
 
 from __future__ import annotations
 
-import hmac
 import secrets
 import socket
 import struct
@@ -17,15 +16,11 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError
+from hvd_trainer.rendezvous.endpoint import Endpoint, parse_endpoint
 from hvd_trainer.utils import network
+from hvd_trainer.utils.members import CHECK_S, TOKEN_BYTES, accept_members, send_hello
 
 LENGTH = struct.Struct("<I")
-TOKEN_BYTES = 16
-HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")
-"""First message of a connection: the token of the member that listens, and the index of the one that connects."""
-HELLO_TIMEOUT_S = 5.0
-CHECK_S = 1.0
-"""How often a waiting rank looks at what it waits for."""
 MAX_BUFFERED_BYTES = 1 << 15
 """A message up to this size fits into a connection's buffers: sending it does not wait for the receiver."""
 
@@ -50,36 +45,17 @@ class Mesh:
         self._sent = b""
         self._sender: threading.Thread | None = None
         with network.listen(address, 0) as listener:
-            token = secrets.token_bytes(TOKEN_BYTES)
-            store.set(f"mesh {member}", f"{address} {listener.getsockname()[1]} {token.hex()}")
+            token = secrets.token_hex(TOKEN_BYTES)
+            store.set(f"mesh {member}", str(Endpoint(address, listener.getsockname()[1], token)))
             connections = {other: _connect(store, other, member) for other in range(member)}
-            connections |= self._accept(listener, token)
+            connections |= accept_members(listener, token, range(member + 1, size), on_wait)
+        for connection in connections.values():
+            _prepare(connection)
         # At the same time each sends to the member behind it and receives from the one before it, then to the next
         # one behind that: large messages do not wait for each other in a circle.
         distances = range(1, size)
         self._connections = {other: connections[other] for other in ((member - d) % size for d in distances)}
         """in the order in which this member receives; it sends in the opposite one"""
-
-    def _accept(self, listener: socket.socket, token: bytes) -> dict[int, socket.socket]:
-        """Return the connections of the members behind this one. Others, without the token, are closed."""
-        accepted: dict[int, socket.socket] = {}
-        listener.settimeout(CHECK_S)
-        while len(accepted) < self._size - 1 - self._member:
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                self._on_wait()
-                continue
-            _prepare(connection, HELLO_TIMEOUT_S)
-            hello = b""
-            with suppress(OSError):
-                hello = connection.recv(HELLO.size, socket.MSG_WAITALL)
-            if len(hello) == HELLO.size and hmac.compare_digest(hello[:TOKEN_BYTES], token):
-                _prepare(connection, CHECK_S)
-                accepted[HELLO.unpack(hello)[1]] = connection
-            else:
-                connection.close()
-        return accepted
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Return the messages of all members, of any size.
@@ -147,24 +123,23 @@ class Mesh:
 
 
 def _connect(store: dist.Store, other: int, member: int) -> socket.socket:
-    address, port, token = store.get(f"mesh {other}").decode().split()
+    endpoint = parse_endpoint(store.get(f"mesh {other}").decode())
     try:
-        connection = socket.create_connection((address, int(port)))
+        connection = socket.create_connection((endpoint.host, endpoint.port))
     except OSError as error:
         raise LaunchError(
-            f"{socket.gethostname()} cannot connect to another rank, at {address} port {port} ({error}). The "
+            f"{socket.gethostname()} cannot connect to another rank, at {endpoint.netloc} ({error}). The "
             f"hosts of a job must reach each other at all ports. If they have several networks, name the one that "
             f"joins them, such as HOROVOD_GLOO_IFACE=eth0"
         ) from error
-    _prepare(connection, CHECK_S)
-    connection.sendall(HELLO.pack(bytes.fromhex(token), member))
+    send_hello(connection, endpoint.token, member)
     return connection
 
 
-def _prepare(connection: socket.socket, wait_s: float) -> None:
-    """Send at once, and let a read of nothing end after `wait_s`: a socket's own timeout costs a call per read."""
+def _prepare(connection: socket.socket) -> None:
+    """Send at once, and let a read of nothing end after `CHECK_S`: a socket's own limit costs a call per read."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    seconds, rest = divmod(wait_s, 1)
+    seconds, rest = divmod(CHECK_S, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
     network.close_in_children(connection)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from hvd_trainer.backends import process_group
 from hvd_trainer.backends.session import Session
-from hvd_trainer.hvd.common.mesh import CHECK_S, Mesh
+from hvd_trainer.hvd.common.mesh import Mesh
 from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.members import CHECK_S
 
 CPU = torch.device("cpu")
 

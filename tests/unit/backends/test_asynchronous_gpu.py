@@ -89,7 +89,7 @@ def test_survivors_abort_exchanges_in_elastic_mode_only() -> None:
     for elastic_timeout_s, rank in ((None, 1), (5.0, 0), (5.0, 1)):
         aborted.clear()
         settings = MonitorSettings(
-            world=World(0, 2),
+            world=World(),
             peers=there,
             activity=Activity(5),
             startup_s=5,

@@ -16,7 +16,6 @@ from hvd_trainer.faults.messages import (
     Bye,
     Channel,
     Done,
-    Hello,
     JobEnded,
     Message,
     RankEnded,
@@ -29,7 +28,6 @@ from hvd_trainer.launch.world import World
 
 BEAT = Heartbeat(step=3, phase="reduce", seconds=0.5, is_waiting=True, limit_s=None)
 MESSAGES: list[Message] = [
-    Hello(token="abc", rank=1),
     Alive(),
     Alive(heartbeat=BEAT),
     RankEnded(event=Event("raised", 1, "first\nsecond", "\u2028"), is_users=True, heartbeat=BEAT),

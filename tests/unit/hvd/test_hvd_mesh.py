@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.hvd.common.mesh import Mesh
+from hvd_trainer.rendezvous.endpoint import parse_endpoint
 from hvd_trainer.utils.network import LOOPBACK
 
 
@@ -42,8 +43,8 @@ def test_client_without_the_token_is_turned_away() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(Mesh, store, 0, 2, address=LOOPBACK, on_wait=lambda: None)
-        address, port, _ = store.get("mesh 0").decode().split()
-        with socket.create_connection((address, int(port))) as client:
+        endpoint = parse_endpoint(store.get("mesh 0").decode())
+        with socket.create_connection((endpoint.host, endpoint.port)) as client:
             client.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
             second = pool.submit(Mesh, store, 1, 2, address=LOOPBACK, on_wait=lambda: None)
             meshes = first.result(), second.result()
@@ -60,8 +61,8 @@ def test_address_that_cannot_be_reached_is_named() -> None:
     store = dist.HashStore()
     with socket.create_server((LOOPBACK, 0)) as closed:
         port = closed.getsockname()[1]
-    store.set("mesh 0", f"{LOOPBACK} {port} {'00' * 16}")
-    with pytest.raises(LaunchError, match=rf"at 127.0.0.1 port {port} .*HOROVOD_GLOO_IFACE=eth0"):
+    store.set("mesh 0", f"{LOOPBACK}:{port}/{'00' * 16}")
+    with pytest.raises(LaunchError, match=rf"at 127.0.0.1:{port} .*HOROVOD_GLOO_IFACE=eth0"):
         Mesh(store, 1, 2, address=LOOPBACK, on_wait=lambda: None)
 
 
