@@ -1,7 +1,7 @@
 """The public `Trainer`: it owns the engine, and runs one training for each call of `fit`.
 
 Trainer.fit
-  build_run       all parts of the training, as one TrainingRun    (build.py, run.py)
+  TrainingRun     builds all parts of the training                 (run.py)
   TrainingLoop    epochs and steps                                 (loop.py)
     TrainStep     forward, backward, exchange, update              (optim/step.py)
 """
@@ -37,8 +37,8 @@ from hvd_trainer.optim.learning_rate import Scheduler
 from hvd_trainer.optim.reproducible import set_cublas_workspace
 from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.grid import check_stages, make_grid
-from hvd_trainer.training.build import FitInputs, build_run
 from hvd_trainer.training.loop import TrainingLoop, freeze_objects
+from hvd_trainer.training.run import FitInputs, TrainingRun
 
 logger = logging.getLogger(__name__)
 _FITS = itertools.count()
@@ -200,15 +200,14 @@ class Trainer:
 
     def _fit_in_this_world(self, inputs: FitInputs, snapshot: InMemorySnapshot, history: History) -> None:
         """Train until the end, or until the ranks change."""
-        run = build_run(
+        with TrainingRun(
             inputs,
-            options=self.options,
-            backend=self.backend,
+            self.options,
+            self.backend,
             message=self._message,
             requeue=self._requeue,
             snapshot=snapshot,
-        )
-        with run:
+        ) as run:
             run.say(startup_summary(run, run.placement.lines()))
             run.restore()
             run.log.write_config(flatten(self.options))

@@ -167,7 +167,7 @@ print(json.dumps([same, sorted(sys.modules)]))
 
 # The loop.
 
-ROAD = [f"training/{name}.py" for name in ("trainer", "build", "run", "loop")]
+ROAD = [f"training/{name}.py" for name in ("trainer", "run", "loop")]
 """The way of a batch, which ends in optim/step.py."""
 ENGINE_WORDS = re.compile(r"horovod|hvd\b|ddp|nccl|gloo|cuda|\bcpu\b|\bmps\b", re.IGNORECASE)
 
