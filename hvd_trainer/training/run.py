@@ -32,7 +32,6 @@ from hvd_trainer.faults.preemption import Requeue
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import observer
 from hvd_trainer.observe.callback import Callback, Observer, RunView
-from hvd_trainer.observe.first_step import FirstStep
 from hvd_trainer.observe.memory import PeakMemory
 from hvd_trainer.observe.metrics import Metric
 from hvd_trainer.observe.profile import Profile
@@ -109,8 +108,7 @@ class TrainingRun(RunView):
             resources.callback(self.log.close)
             if backend.session.monitor is not None:
                 backend.session.monitor.log_folder = options.log.log_dir
-            self.first_step = FirstStep(backend.device)
-            self.observers = [self.first_step, *self._make_observers(message)]
+            self.observers = list(self._make_observers(message))
             self.callbacks = [*inputs.callbacks, *self.observers]
             has_test = inputs.test_data is not None
             self.train_loader = self._make_loader(inputs.train_data, inputs, shuffle=True)
