@@ -145,7 +145,7 @@ NOT_AT_THE_START = {"horovod", "torchvision", "tensorboard", "pooch", "requests"
             TOOLS_ONLY,
         ),
         # What a job may need later is imported then: each of these would delay every start.
-        *((f"hvd_trainer.jobs.{job}", NOT_AT_THE_START) for job in ("mnist", "imdb")),
+        *((f"hvd_trainer.jobs.{name}", NOT_AT_THE_START) for name in ("images", "reviews.dataset", "optimizers")),
     ],
 )
 def test_imports_load_no_heavy_modules(module: str, absent: set[str]) -> None:
