@@ -43,7 +43,7 @@ class TrainingLoop:
     def __init__(self, run: TrainingRun, records: list[dict[str, Any]]) -> None:
         self._run = run
         self._records = records
-        self._interrupts = Interrupts(run.backend, run.manager, run.progress, run.requeue)
+        self._interrupts = Interrupts(run.backend, run.manager, run.progress)
         self._epoch_began = 0.0
         # Of this rank's first step, which sets up caches and may compile, and so is no measure of speed.
         self._first_step_s: float | None = None

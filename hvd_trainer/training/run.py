@@ -28,7 +28,6 @@ from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.stop_condition import StopCondition
 from hvd_trainer.data import Loader, LoaderPlan, make_loader
 from hvd_trainer.errors import OptionError
-from hvd_trainer.faults.preemption import Requeue
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import observer
 from hvd_trainer.observe.callback import Callback, Observer, RunView
@@ -70,7 +69,6 @@ class TrainingRun(RunView):
 
     Args:
         message: of the tool that measures the job; None: no tool does.
-        requeue: whether and how a preempted job starts again.
         snapshot: of this training in earlier worlds of ranks.
 
     Raises:
@@ -86,10 +84,9 @@ class TrainingRun(RunView):
         backend: Backend,
         *,
         message: Message | None,
-        requeue: Requeue,
         snapshot: InMemorySnapshot,
     ) -> None:
-        self.options, self.backend, self.requeue = options, backend, requeue
+        self.options, self.backend = options, backend
         self.model, self.metrics = inputs.model, inputs.metrics
         # Parts that a tool wants left out, to see what they cost: `exchange`, `data`.
         self.leave_out: Collection[str] = () if message is None else message.leave_out

@@ -25,7 +25,7 @@ from hvd_trainer.checkpoint.manager import InMemorySnapshot
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.parser import flatten
 from hvd_trainer.config.rules import check
-from hvd_trainer.faults.preemption import Requeue
+from hvd_trainer.errors import OptionError
 from hvd_trainer.launch.world import World
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import as_asked
@@ -98,7 +98,11 @@ class Trainer:
             ddp_kwargs=ddp_kwargs,
         )
         check_stages(parallel.stages, self.world.size)
-        self._requeue = Requeue(self.options.save.requeue, self.backend.session.slurm_job.job_id)
+        if self.options.save.requeue and self.backend.session.slurm_job.job_id is None:
+            raise OptionError(
+                "--requeue is for jobs in a Slurm queue, and SLURM_JOB_ID is not set: leave it out, or submit the "
+                "job by sbatch"
+            )
 
     def _replica_grouping(self) -> backends.ReplicaGrouping | None:
         """Return a function that lists the ranks of each stage; None where every rank has the whole model."""
@@ -205,7 +209,6 @@ class Trainer:
             self.options,
             self.backend,
             message=self._message,
-            requeue=self._requeue,
             snapshot=snapshot,
         ) as run:
             run.say(startup_summary(run, run.placement.lines()))
