@@ -204,13 +204,7 @@ class Trainer:
 
     def _fit_in_this_world(self, inputs: FitInputs, snapshot: InMemorySnapshot, history: History) -> None:
         """Train until the end, or until the ranks change."""
-        with TrainingRun(
-            inputs,
-            self.options,
-            self.backend,
-            message=self._message,
-            snapshot=snapshot,
-        ) as run:
+        with TrainingRun(inputs, self.options, self.backend, message=self._message, snapshot=snapshot) as run:
             run.say(startup_summary(run, run.placement.lines()))
             run.restore()
             run.log.write_config(flatten(self.options))
