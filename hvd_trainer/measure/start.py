@@ -42,6 +42,8 @@ class Start(NamedTuple):
     """of each rank, on the CPU; None: as this process's environment says"""
     cwd: Path | None = None
     """working folder; None: this process's"""
+    left_out: tuple[str, ...] = ()
+    """beginnings of further variables of this process's that the program does not get"""
 
 
 def run_to_end(
@@ -77,7 +79,7 @@ def launched(start: Start, folder: Path, output: Path) -> Iterator[subprocess.Po
     # Whatever launcher may have started the tool: its ranks are not those of the run.
     others = {name for launcher in LAUNCHERS for name in launcher.variables()}
     environment = {
-        **{name: value for name, value in os.environ.items() if name not in others},
+        **{n: value for n, value in os.environ.items() if n not in others and not n.startswith(start.left_out)},
         MARK: str(folder),
         # By itself torchrun gives many ranks one thread each, and a single rank all cores.
         **({} if start.threads is None else {"OMP_NUM_THREADS": str(start.threads)}),
