@@ -19,9 +19,9 @@ from torch import Tensor
 from hvd_trainer.backends.session import Session
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.checkpoint.parts import CheckpointParts
+from hvd_trainer.checkpoint.storage import OpenCheckpoint
 from hvd_trainer.config.options import SaveOptions
 from hvd_trainer.utils import accelerator
-from hvd_trainer.utils.serialization import unflatten
 
 ALIGNED_BYTES = 64
 """Each tensor begins at a multiple of this, which is a multiple of the size of every type."""
@@ -123,16 +123,16 @@ class AsyncWriter:
             writing.result()
 
     def _write(
-        self, number: int, state: Mapping[str, Any], step: int, epoch: int, figures: Mapping[str, float]
+        self, number: int, copied: OpenCheckpoint, step: int, epoch: int, figures: Mapping[str, float]
     ) -> None:
         parts = None
         if self._session is not None:
             parts = CheckpointParts(self._session, f"{self._fit}.{number}", self._given_up)
         if self._folder is not None:
-            storage.save(self._folder, state, step=step, epoch=epoch, figures=figures, others=parts)
+            storage.save(self._folder, copied, step=step, epoch=epoch, figures=figures, others=parts)
             storage.prune(self._folder, keep=self._options.keep, best=self._options.keep_best)
         elif parts is not None:
-            parts.write(state)
+            parts.write(copied)
 
 
 class PinnedMemory:
@@ -177,26 +177,26 @@ def place_in_blocks(sizes: Sequence[int], min_block_bytes: int = 0) -> tuple[int
     return block_size, places
 
 
-def copy_to_host(value: Any, memory: PinnedMemory | None = None) -> Any:
-    """Return a copy of nested plain values with every tensor copied to host memory.
+def copy_to_host(state: Any, memory: PinnedMemory | None = None) -> OpenCheckpoint:
+    """Return a copy of a state with every tensor copied to host memory.
 
     Copies from an accelerator are started all together and waited for once. They run after the work in its queue;
     training waits for them, because its next forward pass changes buffers.
 
     Args:
-        value: as for `utils.serialization.flatten`.
+        state: as for `utils.serialization.flatten`.
         memory: for copies from an accelerator; those of the previous call are overwritten. None: new memory.
 
     Raises:
         CheckpointError: it holds what a checkpoint cannot.
     """
-    tree, tensors = storage.flatten_state(value)
-    remote = {name: tensor for name, tensor in tensors.items() if not accelerator.is_host(tensor.device)}
-    copies = {name: tensor.clone() for name, tensor in tensors.items() if name not in remote}
+    split = OpenCheckpoint.of_state(state)
+    remote = {name: tensor for name, tensor in split.tensors.items() if not accelerator.is_host(tensor.device)}
+    copies = {name: tensor.clone() for name, tensor in split.tensors.items() if name not in remote}
     if remote:
         pinned = (memory or PinnedMemory()).allocate_like(list(remote.values()))
         for (name, tensor), copy in zip(remote.items(), pinned, strict=True):
             copies[name] = copy.copy_(tensor, non_blocking=True)
         for device in {tensor.device for tensor in remote.values()}:
             accelerator.synchronize(device)
-    return unflatten(tree, copies)
+    return OpenCheckpoint(split.tree, copies)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ class InMemorySnapshot:
     fit: int
     """number of the `fit` among those of this process"""
     step: int = -1
-    state: Mapping[str, Any] | None = None
+    state: OpenCheckpoint | None = None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -123,19 +123,11 @@ class CheckpointManager:
         if newest < 0:
             return None
         holder = steps.index(newest)
-        held = snapshot.state if self.backend.world.rank == holder else None
-        snapshot.state = self.backend.collectives.broadcast_object(held, holder)
+        own = snapshot.state if self.backend.world.rank == holder else None
+        held: Any = self.backend.collectives.broadcast_object(own and own.describe(), holder)
+        snapshot.state = OpenCheckpoint.of_description(held)
         notes = ["from the memory of the ranks that were here"]
-        return storage.LoadedCheckpoint(self._open_snapshot(), continues_run=True, notes=notes)
-
-    def _open_snapshot(self) -> OpenCheckpoint:
-        """Return the snapshot as an open checkpoint.
-
-        Training must not change it: model and optimizer copy what is in theirs, and the rest is copied here.
-        """
-        tree, tensors = storage.flatten_state(self.snapshot.state)
-        later = storage.READ_LATER
-        return OpenCheckpoint(tree, {k: t if k.startswith(later) else t.clone() for k, t in tensors.items()})
+        return storage.LoadedCheckpoint(_resumable(snapshot.state), continues_run=True, notes=notes)
 
     def _from_disk(self) -> storage.LoadedCheckpoint:
         """Return the checkpoint that rank 0 has chosen. A collective."""
@@ -161,22 +153,27 @@ class CheckpointManager:
         described = outcome.pop("opened")
         opened = None if described is None else OpenCheckpoint.of_description(described)
         if opened is not None and self.state.parts.is_sharded:
-            self._refuse_missing_files(opened)
+            self._refuse_unseen(opened.files)
         if self.backend.session.driver is not None and opened is not None and not self.options.resume_partial:
             # A snapshot taken now would lack what the metrics of the running epoch have gathered.
-            self.snapshot.state = self._reader.load(opened.state())
-            opened = self._open_snapshot()
+            self.snapshot.state = OpenCheckpoint(opened.tree, self._reader.load(opened.tensors))
+            opened = _resumable(self.snapshot.state)
         return storage.LoadedCheckpoint(opened, **outcome)
 
-    def _refuse_missing_files(self, opened: OpenCheckpoint) -> None:
-        """Refuse a checkpoint that another host does not have, if its ranks are to read from it. A collective.
+    def _refuse_unseen(self, files: Sequence[str], name: str = "") -> None:
+        """Refuse files that another host does not have, if its ranks are to read or write there. A collective.
+
+        Args:
+            name: for the message; none: that of the file.
 
         Raises:
             CheckpointError: there is a file that a rank does not see; on all ranks.
         """
-        for rank, file in enumerate(self.backend.collectives.all_gather_object(opened.find_missing())):
+        unseen = next((file for file in files if not Path(file).is_file()), "")
+        for rank, file in enumerate(self.backend.collectives.all_gather_object(unseen)):
             if file:
-                raise CheckpointError(f"{file} is not on {self.backend.session.peers[rank].host}. {REMEDY}")
+                host = self.backend.session.peers[rank].host
+                raise CheckpointError(f"{name or file} is not on {host}. {REMEDY}")
 
     def _refuse_newer_elsewhere(self, step: int) -> None:
         """Refuse newer checkpoints on another node. A collective.
@@ -224,11 +221,8 @@ class CheckpointManager:
         """
         backend, folder = self.backend, self.log.folder
         with nullcontext() if folder is None else tempfile.NamedTemporaryFile(dir=folder.absolute()) as written:
-            file = Path(backend.collectives.broadcast_object("" if written is None else written.name))
-            everyone = backend.collectives.all_gather_object(file.is_file())
-        if not all(everyone):
-            first, host = (backend.session.peers[rank].host for rank in (0, everyone.index(False)))
-            raise CheckpointError(f"{file.parent} of {first} is not on {host}. {REMEDY}")
+            file = backend.collectives.broadcast_object("" if written is None else written.name)
+            self._refuse_unseen([file], f"{Path(file).parent} of {backend.session.peers[0].host}")
 
     @contextmanager
     def open_writer(self) -> Iterator[None]:
@@ -297,3 +291,10 @@ class CheckpointManager:
         if to_disk:
             figures = {k: v for k, v in (record or {}).items() if k.startswith(("train_", "test_"))}
             self._writer.submit(began, state, step=step, epoch=epoch, figures=figures)
+
+
+def _resumable(snapshot: OpenCheckpoint) -> OpenCheckpoint:
+    """Return a snapshot that training may change, but for what model and optimizer copy into theirs."""
+    later = storage.READ_LATER
+    tensors = {k: t if k.startswith(later) else t.clone() for k, t in snapshot.tensors.items()}
+    return OpenCheckpoint(snapshot.tree, tensors)

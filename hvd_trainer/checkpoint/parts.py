@@ -9,7 +9,6 @@ They report names, checksums and the tree of what they have, no tensors: these a
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from msgspec import Struct
 from safetensors import SafetensorError
 
 from hvd_trainer.backends.session import Session
-from hvd_trainer.checkpoint.storage import FileChecksum, flatten_state, write_tensors
+from hvd_trainer.checkpoint.storage import FileChecksum, OpenCheckpoint, write_tensors
 from hvd_trainer.errors import CheckpointError, first_line
 
 PART = "state-{:05d}.safetensors"
@@ -57,7 +56,7 @@ class CheckpointParts:
         """Tell the other ranks where to write; None: nowhere, because rank 0 cannot."""
         self._store.set("folder", "" if folder is None else str(folder.absolute()))
 
-    def write(self, state: Mapping[str, Any]) -> None:
+    def write(self, copied: OpenCheckpoint) -> None:
         """Write this rank's part, and report it.
 
         Raises:
@@ -66,20 +65,20 @@ class CheckpointParts:
         folder = self._wait("folder")
         if not folder:
             return
-        report = self._write(Path(folder), state)
+        report = self._write(Path(folder), copied)
         self._store.set(str(self._world.rank), msgspec.json.encode(report).decode())
         if report.error:
             raise CheckpointError(report.error)
 
-    def _write(self, folder: Path, state: Mapping[str, Any]) -> Report:
+    def _write(self, folder: Path, copied: OpenCheckpoint) -> Report:
         own, host = PART.format(self._world.rank), self._hosts[self._world.rank]
         if not folder.is_dir():
             lost = f"{own} cannot be written: {folder} of {self._hosts[0]} is not on {host}"
             return Report(error=f"{lost}. {REMEDY}")
         try:
-            tree, tensors = flatten_state(state)
-            return Report(tree=tree, tensors=write_tensors(folder / own, tensors) if tensors else None)
-        except (OSError, ValueError, SafetensorError, CheckpointError) as error:
+            written = write_tensors(folder / own, copied.tensors) if copied.tensors else None
+            return Report(tree=copied.tree, tensors=written)
+        except (OSError, ValueError, SafetensorError) as error:
             return Report(error=f"{own} cannot be written on {host}: {first_line(error)}")
 
     def collect(self, folder: Path, tree: Any) -> tuple[Any, dict[str, FileChecksum]]:

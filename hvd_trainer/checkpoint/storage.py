@@ -29,7 +29,7 @@ from msgspec import Meta, Struct
 from safetensors import SafetensorError, serialize_file
 from torch import Tensor
 
-from hvd_trainer.checkpoint.stored import AnyTensor, StateReader, StoredTensor, stored_tensors
+from hvd_trainer.checkpoint.stored import StateReader, StoredTensor, stored_tensors
 from hvd_trainer.config.stop_condition import is_better_lower
 from hvd_trainer.errors import CheckpointError, first_line
 from hvd_trainer.utils.files import UNREADABLE, atomic_write, open_regular, read_regular
@@ -90,7 +90,7 @@ class OtherParts(Protocol):
 
 def save(
     folder: Path,
-    state: Mapping[str, Any],
+    copied: OpenCheckpoint,
     *,
     step: int,
     epoch: int,
@@ -100,19 +100,17 @@ def save(
     """Write one checkpoint.
 
     Args:
-        state: as for `utils.serialization.flatten`, its tensors on the host. They are written from where they are.
+        copied: the state, its tensors on the host. They are written from where they are.
         others: the parts that other ranks write; None: there are none.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: the disk is full, the folder cannot be written to, a part is missing, or the state holds
-            what a checkpoint cannot; older checkpoints stay.
+        CheckpointError: the disk is full, the folder cannot be written to, or a part is missing; older ones stay.
     """
     name = f"step-{step:09d}"
     temporary = folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}"
-    tree, tensors = flatten_state(state)
     number = 0
     try:
         number = 1 + max((manifest.number for manifest, _ in find_checkpoints(folder)[0]), default=-1)
@@ -122,7 +120,7 @@ def save(
         # JSON has no number for NaN and infinities: no checkpoint is the best by them.
         finite = {name: float(value) for name, value in (figures or {}).items() if math.isfinite(value)}
         about = {"number": number, "step": step, "epoch": epoch, "figures": finite}
-        _write(temporary, tree, tensors, others, **about)
+        _write(temporary, copied, others, **about)
         # A run that was taken back to an earlier step comes by the same step again.
         final = folder / (f"{name}.{number}" if (folder / name).exists() else name)
         temporary.rename(final)
@@ -136,10 +134,10 @@ def save(
     return final
 
 
-def _write(path: Path, tree: Any, tensors: Mapping[str, Tensor], others: OtherParts | None, **about: Any) -> None:
+def _write(path: Path, copied: OpenCheckpoint, others: OtherParts | None, **about: Any) -> None:
     """Write the files of a checkpoint into an empty folder, its manifest with all `about` it last."""
-    written = write_tensors(path / TENSORS, tensors)
-    tree, parts = (tree, {}) if others is None else others.collect(path, tree)
+    written = write_tensors(path / TENSORS, copied.tensors)
+    tree, parts = (copied.tree, {}) if others is None else others.collect(path, copied.tree)
     (path / TREE).write_bytes(to_json(tree))
     manifest = Manifest(format=FORMAT, tensors=written, tree=_sync(path / TREE), parts=parts, **about)
     content = msgspec.to_builtins(manifest)
@@ -157,21 +155,6 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> FileChecksum:
     with atomic_write(file) as temporary:
         serialize_file(tensor_specs(tensors), temporary)
     return _sync(file)
-
-
-def flatten_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Split a state into its tree and its tensors, as `utils.serialization.flatten`.
-
-    Raises:
-        CheckpointError: it holds what a checkpoint cannot; the message names its path and its type.
-    """
-    try:
-        return flatten(state)
-    except TypeError as error:
-        raise CheckpointError(
-            f"The state of this run cannot be saved: {first_line(error)}. A checkpoint holds numbers, texts, "
-            f"tensors, and lists, tuples and dicts of them; let the `state_dict` that this is of return no others."
-        ) from error
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -198,10 +181,30 @@ def read_manifest(path: Path) -> Manifest:
 
 @dataclass(frozen=True, eq=False)
 class OpenCheckpoint:
-    """A checkpoint of which all is in memory but the large tensors of model and optimizer."""
+    """A state as its tree and its tensors, as `utils.serialization.flatten` splits it.
+
+    Of one that is read from files, all is in memory but the large tensors of model and optimizer.
+    """
 
     tree: Any
-    tensors: Mapping[str, AnyTensor]
+    tensors: Mapping[str, Any]
+    """each a tensor, or a `StoredTensor`"""
+
+    @classmethod
+    def of_state(cls, state: Any) -> OpenCheckpoint:
+        """Split a state; its tensors are not copied.
+
+        Raises:
+            CheckpointError: it holds what a checkpoint cannot; the message names its path and its type.
+        """
+        try:
+            return cls(*flatten(state))
+        except TypeError as error:
+            raise CheckpointError(
+                f"The state of this run cannot be saved: {first_line(error)}. A checkpoint holds numbers, texts, "
+                f"tensors, and lists, tuples and dicts of them; let the `state_dict` that this is of return no "
+                f"others."
+            ) from error
 
     def state(self) -> dict[str, Any]:
         """Return the state, with a `StoredTensor` for what is not in memory.
@@ -231,11 +234,11 @@ class OpenCheckpoint:
         }
         return cls(json.loads(described["tree"]), described["tensors"] | stored)
 
-    def find_missing(self) -> str:
-        """Return the first file that this rank does not see, or nothing."""
+    @property
+    def files(self) -> list[str]:
+        """The files with the tensors that are not in memory."""
         stored = (tensor for tensor in self.tensors.values() if isinstance(tensor, StoredTensor))
-        files = sorted({file for tensor in stored for file, _, _ in tensor.places})
-        return next((file for file in files if not Path(file).is_file()), "")
+        return sorted({file for tensor in stored for file, _, _ in tensor.places})
 
 
 def open_checkpoint(path: Path) -> OpenCheckpoint:
@@ -263,12 +266,6 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         raise CheckpointError(f"{path} is not a whole checkpoint: its state: {kind}{first_line(error)}") from error
     return opened
-
-
-def load(path: Path) -> dict[str, Any]:
-    """Read one checkpoint as a whole; errors as of `open_checkpoint`."""
-    state: dict[str, Any] = StateReader().load(open_checkpoint(path).state())
-    return state
 
 
 def find_checkpoints(folder: Path) -> tuple[list[tuple[Manifest, Path]], list[CheckpointError]]:

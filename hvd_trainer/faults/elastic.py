@@ -115,9 +115,9 @@ class HorovodElasticDriver:
                 # There is no time limit, since the answer may wait for a new host; keep-alive probes notice if
                 # horovodrun's machine is gone.
                 connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-                    if hasattr(socket, name):
-                        connection.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+                connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+                connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
                 connection.request("GET", path)
                 response = connection.getresponse()
                 answer = response.read().decode()

@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from types import FrameType
 
-from hvd_trainer.errors import OptionError
 from hvd_trainer.faults.activity import Activity
 
 logger = logging.getLogger(__name__)
@@ -70,37 +69,26 @@ class StopRequest:
             time.sleep(0.2)
 
 
-class Requeue:
-    """Puts the Slurm job back into its queue, once it was stopped and has saved.
+def requeue(job_id: str | None, what: str) -> str:
+    """Put a Slurm job that was stopped and has saved back into its queue; return what is left to print.
 
-    Raises:
-        OptionError: it is wanted outside of a Slurm job.
+    The message that it resumes by itself is logged before: Slurm ends this process when it requeues the job.
+
+    Args:
+        job_id: None: leave it to the user.
+        what: what has happened.
     """
-
-    def __init__(self, wanted: bool, job_id: str | None) -> None:
-        if wanted and job_id is None:
-            raise OptionError(
-                "--requeue is for jobs in a Slurm queue, and SLURM_JOB_ID is not set: leave it out, or submit the "
-                "job by sbatch"
-            )
-        self._job_id = job_id if wanted else None
-
-    def submit(self, what: str, *, acts: bool) -> str:
-        """Requeue the job if that is wanted and this rank `acts`; return what is left to print.
-
-        The message that it resumes by itself is logged before: Slurm ends this process when it requeues the job.
-        """
-        by_hand = "To resume, type the same command with --resume auto"
-        if self._job_id is None or not acts:
-            return f"{what}. {by_hand}"
-        logger.warning("%s. It goes back into Slurm's queue, and then on by itself", what)
-        command = ["scontrol", "requeue", self._job_id]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=MAX_STALL_S)
-        except (OSError, subprocess.SubprocessError) as error:
-            text = str(getattr(error, "stderr", None) or error).strip()
-            return f"Slurm did not take it back: {text}. {by_hand}"
-        return ""
+    by_hand = "To resume, type the same command with --resume auto"
+    if job_id is None:
+        return f"{what}. {by_hand}"
+    logger.warning("%s. It goes back into Slurm's queue, and then on by itself", what)
+    try:
+        command = ["scontrol", "requeue", job_id]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=MAX_STALL_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        text = str(getattr(error, "stderr", None) or error).strip()
+        return f"Slurm did not take it back: {text}. {by_hand}"
+    return ""
 
 
 @contextmanager

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,15 +15,16 @@ from hvd_trainer.horovod_build.build_plan import VERSION, BuildPlan
 from hvd_trainer.horovod_build.errors import InstallError, explain
 from hvd_trainer.horovod_build.facts import Nccl
 from hvd_trainer.horovod_build.toolchain import cpu_flags
+from hvd_trainer.measure.start import Start, run_to_end
 
 SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 """Of the published source package; pip checks it before anything in it runs."""
 
 # The bundled gloo's CMake files predate CMake 4; setuptools 81 ended what setup.py relies on.
 BUILD_TOOLS = ("cmake>=3.26,<4", "setuptools>=70.1,<81", "wheel", "patch-ng>=1.19,<2")
-# From SIGTERM to SIGKILL.
-TERMINATION_GRACE_S = 20
 SOURCE_ONLY = ("--no-deps", "--no-build-isolation", "--use-pep517")
+BUILD_OPTIONS = ("HOROVOD_", "CMAKE_GENERATOR", "MAKEFLAGS", "MFLAGS")
+"""Beginnings of variables from which Horovod's build would take an option, perhaps a forgotten one."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,12 @@ class BuildSteps:
     def tools(self) -> Path:
         return self.folder / "tools"
 
-    def environment(self) -> dict[str, str]:
-        """Return this process's environment with the build tools first and temporary files in `folder`."""
+    def variables(self) -> dict[str, str]:
+        """Return the variables by which the build tools come first, and temporary files are in `folder`."""
         temporary = self.folder / "tmp"
         temporary.mkdir(exist_ok=True)
         path = os.pathsep.join(filter(None, [str(self.tools), os.environ.get("PYTHONPATH")]))
-        kept = {name: value for name, value in os.environ.items() if not _is_build_option(name)}
-        return kept | {"PYTHONPATH": path, "TMPDIR": str(temporary), "PIP_NO_INPUT": "1"}
+        return {"PYTHONPATH": path, "TMPDIR": str(temporary), "PIP_NO_INPUT": "1"}
 
     def fetch_tools(self) -> None:
         """Fetch CMake, setuptools and patch-ng into `folder`: the environment's own stay as they are."""
@@ -72,17 +70,13 @@ class BuildSteps:
         return next(out.glob("horovod-*.whl"))
 
     def _pip(self, asked: str, *words: str, variables: Mapping[str, str] | None = None) -> None:
-        run_logged(asked, pip(*words), self.log, {**self.environment(), **(variables or {})})
+        start = Start(pip(*words), {**self.variables(), **(variables or {})}, left_out=BUILD_OPTIONS)
+        run_logged(asked, start, self.log)
 
 
 def pip(*words: str) -> list[str]:
     """Return the command line of this Python's pip."""
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
-
-
-def _is_build_option(name: str) -> bool:
-    """Return whether Horovod's build would take an option from this variable, perhaps a forgotten one."""
-    return name.startswith("HOROVOD_") or name in ("CMAKE_GENERATOR", "MAKEFLAGS", "MFLAGS")
 
 
 def build_environment(plan: BuildPlan, cxx: str, folder: Path) -> dict[str, str]:
@@ -131,65 +125,17 @@ def _linkable_nccl(nccl: Nccl, folder: Path) -> Path:
     return links
 
 
-def run_logged(
-    asked: str,
-    command: Sequence[str],
-    log: Path,
-    environment: Mapping[str, str],
-    timeout_s: float | None = None,
-) -> None:
+def run_logged(asked: str, start: Start, log: Path, limit_s: float = math.inf) -> None:
     """Run one step with its output appended to `log`, and end its processes with it.
 
     Raises:
         InstallError: it failed or did not end in time; `asked` begins the message.
     """
-    with log.open("ab") as output, contextlib.ExitStack() as cleanup:
+    with log.open("ab") as output:
         since = output.tell()
-        output.write(f"\n$ {' '.join(command)}\n".encode())
-        output.flush()
-        with _defer_signals():
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=dict(environment),
-                start_new_session=True,
-            )
-            cleanup.callback(_terminate, process)
-        try:
-            status = process.wait(timeout_s)
-        except subprocess.TimeoutExpired as error:
-            raise InstallError(
-                asked, f"no end after {error.timeout:.0f} s", f"look at the log: {log}", log
-            ) from error
+        output.write(f"\n$ {' '.join(start.command)}\n".encode())
+    status = run_to_end(start, log.parent, log, limit_s=limit_s)
+    if status is None:
+        raise InstallError(asked, f"no end after {limit_s:.0f} s", f"look at the log: {log}", log)
     if status != 0:
         raise explain(asked, log, since)
-
-
-@contextlib.contextmanager
-def _defer_signals() -> Iterator[None]:
-    """Deliver SIGTERM and Ctrl-C after the block: a process that is being started could not be ended otherwise."""
-    received: list[int] = []
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    handlers = [signal.signal(number, lambda number, frame: received.append(number)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, handlers, strict=True):
-            signal.signal(number, handler)
-    for late in received:
-        signal.raise_signal(late)
-
-
-def _terminate(process: subprocess.Popen[bytes]) -> None:
-    """End a step that is still running, and all that it started.
-
-    SIGTERM first: horovodrun keeps its ranks in sessions of their own and ends them itself.
-    """
-    if process.poll() is None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(TERMINATION_GRACE_S)

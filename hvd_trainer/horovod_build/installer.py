@@ -7,8 +7,6 @@ collectives on two ranks under horovodrun.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +23,7 @@ from hvd_trainer.horovod_build.patch_set import PATCH_SET
 from hvd_trainer.horovod_build.self_test import prove
 from hvd_trainer.horovod_build.toolchain import CudaToolkit, find_cuda, find_mpi, nccl_for
 from hvd_trainer.horovod_build.wheel import build_wheel, cached_wheel, lock_wheels
+from hvd_trainer.measure.start import Start, exit_on_sigterm
 from hvd_trainer.utils.files import default_wheel_dir
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
@@ -56,9 +55,8 @@ def main(argv: Sequence[str]) -> int:
         InstallError: something that a user can mend.
     """
     options = read_words(Options, argv, program=INSTALL_HOROVOD)
-    # As an exception, so that the compilers end with the installer.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    install(options)
+    with exit_on_sigterm():  # so that the compilers end with the installer
+        install(options)
     return 0
 
 
@@ -84,7 +82,7 @@ def install(options: Options) -> None:
         log = wheel_dir / f"{plan.name}.install.log"
         log.unlink(missing_ok=True)
         command = pip("install", "--force-reinstall", "--no-deps", str(wheel))
-        run_logged("The built wheel must be installed.", command, log, os.environ)
+        run_logged("The built wheel must be installed.", Start(command), log)
         prove(plan, log)
         if plan.cuda is None:
             _suggest_gpu_build(options, facts.torch)

@@ -9,7 +9,6 @@ not proved.
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import socket
 import sys
@@ -21,6 +20,7 @@ from hvd_trainer.horovod_build.build_plan import BuildPlan
 from hvd_trainer.horovod_build.build_steps import run_logged
 from hvd_trainer.horovod_build.errors import InstallError
 from hvd_trainer.horovod_build.patch_set import RECORD_FILE
+from hvd_trainer.measure.start import Start
 from hvd_trainer.utils.files import atomic_write
 
 SELF_TEST_TIMEOUT_S = 300
@@ -56,13 +56,11 @@ def _run_self_test(device: str, num_processes: int, log: Path, controller: str) 
     horovodrun = Path(sysconfig.get_path("scripts")) / "horovodrun"
     ranks = ("-np", str(num_processes), "-H", f"localhost:{num_processes}")
     command = [str(horovodrun), controller, *ranks, sys.executable, "-m", __name__, device]
-    left_out = ("HOROVOD_", "OMPI_", "PMIX_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     # An empty PYTHONOPTIMIZE keeps the assertions.
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONOPTIMIZE": ""}
+    start = Start(command, {"PYTHONOPTIMIZE": ""}, threads=1, left_out=("HOROVOD_", "OMPI_", "PMIX_"))
     asked = f"Horovod was installed, but {num_processes} ranks could not exchange {device} tensors."
     try:
-        run_logged(asked, command, log, environment, timeout_s=SELF_TEST_TIMEOUT_S)
+        run_logged(asked, start, log, SELF_TEST_TIMEOUT_S)
     except InstallError as error:
         # horovodrun takes a localhost without an address for another host, and reports only that ssh failed.
         try:

@@ -45,6 +45,8 @@ class Start(NamedTuple):
     """working folder; None: this process's"""
     stdin: Path = NOTHING
     """the file that it reads"""
+    left_out: tuple[str, ...] = ()
+    """beginnings of further variables of this process's that the program does not get"""
 
 
 def run_to_end(
@@ -80,7 +82,7 @@ def launched(start: Start, folder: Path, output: Path) -> Iterator[subprocess.Po
     # Whatever launcher may have started the tool: its ranks are not those of the run.
     others = {name for launcher in LAUNCHERS for name in launcher.variables()}
     environment = {
-        **{name: value for name, value in os.environ.items() if name not in others},
+        **{n: value for n, value in os.environ.items() if n not in others and not n.startswith(start.left_out)},
         # By itself torchrun gives many ranks one thread each, and a single rank all cores.
         **({} if start.threads is None else {"OMP_NUM_THREADS": str(start.threads)}),
         # torchrun copies there what the failed rank says is the reason.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +31,6 @@ class LearningRate(Protocol):
         """The scaled rate after warm-up."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class RunView:
     """A running training, as callbacks, the start-up summary, timers and the profiler see it."""
 

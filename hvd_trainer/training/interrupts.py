@@ -10,7 +10,7 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.checkpoint.manager import CheckpointManager
 from hvd_trainer.errors import PreemptedError
 from hvd_trainer.faults.elastic import RescaleError
-from hvd_trainer.faults.preemption import Requeue, StopRequest, listen_for_signals
+from hvd_trainer.faults.preemption import StopRequest, listen_for_signals, requeue
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.training.consensus import StepConsensus
@@ -30,7 +30,6 @@ class Interrupts:
     backend: Backend
     manager: CheckpointManager
     progress: Progress
-    requeue: Requeue
 
     def __post_init__(self) -> None:
         self._consensus = StepConsensus(self.backend, [SAVE, STOP, RESCALE])
@@ -73,7 +72,8 @@ class Interrupts:
         self.manager.wait()
         self.backend.session.stopping = True
         what = f"stopped by a signal after step {self.progress.step:,}, and saved"
-        said = self.requeue.submit(what, acts=self.backend.world.is_first)
+        requeues = self.manager.options.requeue and self.backend.world.is_first
+        said = requeue(self.backend.session.slurm_job.job_id if requeues else None, what)
         # The first rank to end takes the others with it, so none may before the checkpoint is there.
         self.backend.collectives.barrier()
         raise PreemptedError(said)

@@ -43,7 +43,10 @@ class TrainingLoop:
     def __init__(self, run: TrainingRun, records: list[dict[str, Any]]) -> None:
         self._run = run
         self._records = records
-        self._interrupts = Interrupts(run.backend, run.manager, run.progress, run.requeue)
+        self._interrupts = Interrupts(run.backend, run.manager, run.progress)
+        self._epoch_began = 0.0
+        # Of this rank's first step, which sets up caches and may compile, and so is no measure of speed.
+        self._first_step_s: float | None = None
 
     def train(self) -> None:
         """Train until the run is over.
@@ -84,7 +87,7 @@ class TrainingLoop:
         run.backend.activity.enter("epoch")
         meter = self._make_meter()
         batches_of_steps = StepBatches(self._batches(), run.plan.passes)
-        samples_before, started = progress.samples, time.perf_counter()
+        samples_before, self._epoch_began = progress.samples, time.perf_counter()
         with Bar(run.log.prints, progress, run.options.train.epochs, run.train_loader.num_samples) as bar:
             for batches in batches_of_steps:
                 with run.rate.apply(progress.step, run.fraction_done):
@@ -102,7 +105,7 @@ class TrainingLoop:
         samples = progress.samples - samples_before
         if samples and not figures["samples"]:
             raise NonFiniteError(f"Every step of epoch {progress.epoch + 1} was skipped: no gradient was finite")
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - self._epoch_began
         speed = {"seconds": seconds, "samples_per_s": samples / seconds}
         record = self._position() | add_prefix("train", figures) | speed | run.placement.figures(seconds)
         return record, is_complete
@@ -135,6 +138,9 @@ class TrainingLoop:
         progress.samples += samples
         progress.count_skipped(result.skipped)
         self._report_step()
+        if self._first_step_s is None:
+            accelerator.synchronize(run.device)
+            self._first_step_s = time.perf_counter() - self._epoch_began
         for callback in run.callbacks:
             callback.on_step_end(run, result)
         if progress.step % run.options.log.log_every == 0:
@@ -209,8 +215,8 @@ class TrainingLoop:
             run.state.export(run.log.folder)
         if not run.log.ended:
             end = {key: value for key, value in last.items() if key != "seconds"}
-            saving = run.manager.figures()
-            self._record("end", self._position() | end | saving | memory | run.first_step.figures())
+            first = {} if self._first_step_s is None else {"first_step_s": self._first_step_s}
+            self._record("end", self._position() | end | run.manager.figures() | memory | first)
         outcome = run.stop_condition.outcome_line(run.progress.figures | last)
         if outcome is not None:
             run.say(outcome)

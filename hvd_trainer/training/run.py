@@ -1,4 +1,4 @@
-"""All parts of one training, which `TrainingLoop` works with (callbacks see a `RunView`). Built by `build.py`.
+"""All parts of one training, which `TrainingLoop` works with (callbacks see a `RunView`).
 
 part              on a batch's way
 placement         the slice of each batch, and the part of the model, that this rank has
@@ -11,59 +11,214 @@ progress, metrics, log, callbacks, manager
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from hvd_trainer.checkpoint.manager import CheckpointManager
+from hvd_trainer.backends import Backend
+from hvd_trainer.checkpoint.manager import CheckpointManager, InMemorySnapshot
 from hvd_trainer.checkpoint.train_state import TrainState
+from hvd_trainer.config.batch_plan import BatchPlan
+from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.stop_condition import StopCondition
-from hvd_trainer.faults.preemption import Requeue
+from hvd_trainer.data import Loader, LoaderPlan, make_loader
+from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.message import Message
+from hvd_trainer.measure.trainer import observer
 from hvd_trainer.observe.callback import Callback, Observer, RunView
-from hvd_trainer.observe.first_step import FirstStep
 from hvd_trainer.observe.memory import PeakMemory
 from hvd_trainer.observe.metrics import Metric
-from hvd_trainer.optim.learning_rate import StepRate
-from hvd_trainer.optim.step import TrainStep
-from hvd_trainer.parallel.placement import ModelPlacement
+from hvd_trainer.observe.profile import Profile
+from hvd_trainer.observe.progress import Progress
+from hvd_trainer.observe.run_log import RunLog
+from hvd_trainer.optim.learning_rate import Scheduler, StepRate, check_decay, count_warmup_steps, make_scheduler
+from hvd_trainer.optim.non_finite import NonFiniteGuard
+from hvd_trainer.optim.reproducible import ReproducibleStep
+from hvd_trainer.optim.step import StepParts, TrainStep
+from hvd_trainer.optim.weights import LossFunction, WeightFunction
+from hvd_trainer.parallel.stage_placement import make_placement
+from hvd_trainer.utils import accelerator
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TrainingRun(RunView):
-    """One training in one world of ranks. A context manager: on exit it releases what holds connections."""
+@dataclass(frozen=True, kw_only=True)
+class FitInputs:
+    """The arguments of `Trainer.fit`; see there."""
 
-    placement: ModelPlacement
-    """the parts of the model and the slice of the data that this rank has"""
+    model: nn.Module
+    optimizer: Optimizer
+    loss: LossFunction
+    train_data: Any
+    test_data: Any
+    scheduler: Scheduler | None
     metrics: Mapping[str, Metric]
-    step: TrainStep
-    """trains on the batches of one step"""
-    scheduler: LRScheduler | None
-    rate: StepRate
-    stop_condition: StopCondition
-    """the figure of --until"""
-    state: TrainState
-    """collects and restores what a checkpoint holds"""
-    manager: CheckpointManager
-    """saves and restores"""
-    requeue: Requeue
-    peak_memory: PeakMemory
-    first_step: FirstStep
-    observers: Sequence[Observer]
+    weight: WeightFunction | None
     callbacks: Sequence[Callback]
-    """those of `fit`, then the observers"""
-    leave_out: Collection[str]
-    """parts that a tool wants left out, to see what they cost: `exchange`, `data`"""
-    resources: ExitStack
-    """closes step, log and placement"""
+    collate: Callable[[list[Any]], Any] | None
+    batch_transform: Callable[[Any], Any] | None
+
+
+class TrainingRun(RunView):
+    """One training in one world of ranks. A context manager: on exit it releases what holds connections.
+
+    Building it is a collective.
+
+    Args:
+        message: of the tool that measures the job; None: no tool does.
+        snapshot: of this training in earlier worlds of ranks.
+
+    Raises:
+        OptionError, DataError, BackendError, CheckpointError: the parts do not fit each other, or the ranks.
+    """
+
+    rate: StepRate
+
+    def __init__(
+        self,
+        inputs: FitInputs,
+        options: TrainerOptions,
+        backend: Backend,
+        *,
+        message: Message | None,
+        snapshot: InMemorySnapshot,
+    ) -> None:
+        self.options, self.backend = options, backend
+        self.model, self.metrics = inputs.model, inputs.metrics
+        # Parts that a tool wants left out, to see what they cost: `exchange`, `data`.
+        self.leave_out: Collection[str] = () if message is None else message.leave_out
+        self.stop_condition = StopCondition.parse(options.train.until)
+        splits = ("train",) if inputs.test_data is None else ("train", "test")
+        self.stop_condition.check([f"{split}_{name}" for split in splits for name in ("loss", *inputs.metrics)])
+        with ExitStack() as resources:  # closes what is open if a later part cannot be built
+            exchange = "exchange" not in self.leave_out
+            self.placement = make_placement(backend, options.parallel, options.train, exchange=exchange)
+            resources.callback(self.placement.close)
+            self.plan = BatchPlan.of(options.train, self.placement.shard.size * backend.num_replicas)
+            self.placement.check_batch(self.plan.batch_size)
+            self.progress = Progress()
+            self.peak_memory = PeakMemory(backend)
+            self.log = RunLog(backend, options.log.log_dir, quiet=options.log.quiet)
+            resources.callback(self.log.close)
+            if backend.session.monitor is not None:
+                backend.session.monitor.log_folder = options.log.log_dir
+            self.observers = list(self._make_observers(message))
+            self.callbacks = [*inputs.callbacks, *self.observers]
+            has_test = inputs.test_data is not None
+            self.train_loader = self._make_loader(inputs.train_data, inputs, shuffle=True)
+            self.test_loader = self._make_loader(inputs.test_data, inputs, shuffle=False) if has_test else None
+            self.step = self._make_step(inputs)
+            self.optimizer = self.step.optimizer
+            self.scheduler = make_scheduler(inputs.scheduler, self.optimizer)
+            self.state = self._make_state()
+            self.rate = self._make_rate()
+            self.manager = self._make_manager(snapshot)
+            self._resources = resources.pop_all()
+
+    def _make_observers(self, message: Message | None) -> Iterator[Observer]:
+        """Yield the observers that the options, or a tool, ask for."""
+        measure, log_dir = self.options.measure, self.options.log.log_dir
+        if measure.profile_steps is not None and log_dir is not None:
+            yield Profile(self.backend, self.log, log_dir, measure.profile_steps, measure.profile_skip)
+        if message is not None:
+            yield observer(message, self.world.rank, self.world.size)
+
+    def _make_loader(self, data: Any, inputs: FitInputs, *, shuffle: bool) -> Loader:
+        train = self.options.train
+        loader_plan = LoaderPlan(
+            batch_size=self.plan.batch_size * self.backend.num_replicas,
+            seed=train.seed,
+            shuffle=shuffle,
+            virtual_ranks=train.reproducible,
+            accumulate=train.accumulate,
+            shard=self.placement.shard,
+            num_workers=train.workers,
+            prefetch=train.prefetch,
+            batch_transform=inputs.batch_transform,
+        )
+        return make_loader(data, self.backend, loader_plan, collate=inputs.collate)
+
+    def _make_step(self, inputs: FitInputs) -> TrainStep:
+        """Connect the model to the engine, and return the step that trains it. A collective."""
+        train, backend, model = self.options.train, self.backend, self.model
+        if train.tf32 and accelerator.is_host(backend.device):
+            raise OptionError(
+                f"--tf32 is for GPUs, and this rank trains on {accelerator.name(backend.device)}: leave it out"
+            )
+        if train.channels_last:
+            model.to(memory_format=torch.channels_last)
+        self.placement.compile(model)
+        train_model, optimizer = self.placement.prepare(
+            model, inputs.optimizer, lambda: next(iter(self.train_loader.epoch(0)))[0]
+        )
+        parts = StepParts(
+            backend=backend,
+            train_model=train_model,
+            eval_model=model,
+            optimizer=optimizer,
+            loss=inputs.loss,
+            progress=self.progress,
+            guard=NonFiniteGuard(backend, train.non_finite, model),
+            max_norm=train.max_norm,
+            precision=train.precision,
+            needs_norm=any(callback.needs_norm for callback in self.callbacks),
+            weight=inputs.weight,
+            exchange="exchange" not in self.leave_out,
+        )
+        if train.reproducible is None:
+            return self.placement.make_step(parts)
+        return ReproducibleStep(
+            parts,
+            virtual_ranks=train.reproducible,
+            seed=train.seed,
+            find_unused_parameters=self.options.engine.find_unused_parameters,
+        )
+
+    def _make_state(self) -> TrainState:
+        """Return what collects and restores the contents of a checkpoint."""
+        parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.step.scaler}
+        return TrainState(
+            backend=self.backend,
+            model=self.model,
+            progress=self.progress,
+            others={name: part for name, part in parts.items() if part is not None},
+            data={"seed": self.options.train.seed, "samples": self.train_loader.num_samples},
+            parts=self.placement,
+            reproducible=self.options.train.reproducible is not None,
+        )
+
+    def _make_rate(self) -> StepRate:
+        train = self.options.train
+        check_decay(train.lr_decay, self.train_loader.num_samples)
+        return StepRate(
+            self.optimizer,
+            self.plan.lr_factor(train.lr_scaling),
+            count_warmup_steps(train.warmup_epochs, self.steps_per_epoch),
+            train.lr_decay,
+            decay_start=train.warmup_epochs / train.epochs,
+        )
+
+    def _make_manager(self, snapshot: InMemorySnapshot) -> CheckpointManager:
+        return CheckpointManager(
+            backend=self.backend,
+            options=self.options.save,
+            log=self.log,
+            is_enabled=self.options.log.log_dir is not None and not self.leave_out,
+            state=self.state,
+            progress=self.progress,
+            before_save=self.step.guard.check,
+            snapshot=snapshot,
+        )
 
     def __enter__(self) -> TrainingRun:
         return self
 
     def __exit__(self, *_: object) -> None:
         # The engine's connections must be free before it ends, or before ranks meet in another world.
-        self.resources.close()
+        self._resources.close()
 
     @property
     def is_over(self) -> bool:

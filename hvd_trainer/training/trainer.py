@@ -1,7 +1,7 @@
 """The public `Trainer`: it owns the engine, and runs one training for each call of `fit`.
 
 Trainer.fit
-  build_run       all parts of the training, as one TrainingRun    (build.py, run.py)
+  TrainingRun     builds all parts of the training                 (run.py)
   TrainingLoop    epochs and steps                                 (loop.py)
     TrainStep     forward, backward, exchange, update              (optim/step.py)
 """
@@ -25,7 +25,7 @@ from hvd_trainer.checkpoint.manager import InMemorySnapshot
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.parser import flatten
 from hvd_trainer.config.rules import check
-from hvd_trainer.faults.preemption import Requeue
+from hvd_trainer.errors import OptionError
 from hvd_trainer.launch.world import World
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import as_asked
@@ -37,8 +37,8 @@ from hvd_trainer.optim.learning_rate import Scheduler
 from hvd_trainer.optim.reproducible import set_cublas_workspace
 from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.grid import check_stages, make_grid
-from hvd_trainer.training.build import FitInputs, build_run
 from hvd_trainer.training.loop import TrainingLoop, freeze_objects
+from hvd_trainer.training.run import FitInputs, TrainingRun
 
 logger = logging.getLogger(__name__)
 _FITS = itertools.count()
@@ -98,7 +98,11 @@ class Trainer:
             ddp_kwargs=ddp_kwargs,
         )
         check_stages(parallel.stages, self.world.size)
-        self._requeue = Requeue(self.options.save.requeue, self.backend.session.slurm_job.job_id)
+        if self.options.save.requeue and self.backend.session.slurm_job.job_id is None:
+            raise OptionError(
+                "--requeue is for jobs in a Slurm queue, and SLURM_JOB_ID is not set: leave it out, or submit the "
+                "job by sbatch"
+            )
 
     def _replica_grouping(self) -> backends.ReplicaGrouping | None:
         """Return a function that lists the ranks of each stage; None where every rank has the whole model."""
@@ -200,15 +204,7 @@ class Trainer:
 
     def _fit_in_this_world(self, inputs: FitInputs, snapshot: InMemorySnapshot, history: History) -> None:
         """Train until the end, or until the ranks change."""
-        run = build_run(
-            inputs,
-            options=self.options,
-            backend=self.backend,
-            message=self._message,
-            requeue=self._requeue,
-            snapshot=snapshot,
-        )
-        with run:
+        with TrainingRun(inputs, self.options, self.backend, message=self._message, snapshot=snapshot) as run:
             run.say(startup_summary(run, run.placement.lines()))
             run.restore()
             run.log.write_config(flatten(self.options))

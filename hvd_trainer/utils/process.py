@@ -31,9 +31,7 @@ def start_time(pid: int) -> str:
 
 def cpu_ids() -> tuple[int, ...]:
     """Return the CPUs that this process may run on: a launcher may have bound it to some."""
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
+    return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def start_in_thread(call: Callable[[], T], name: str) -> Future[T]:

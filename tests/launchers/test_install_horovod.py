@@ -28,6 +28,7 @@ from hvd_trainer.horovod_build.build_steps import run_logged
 from hvd_trainer.horovod_build.errors import InstallError
 from hvd_trainer.horovod_build.facts import Facts, HorovodFacts, TorchFacts, probe
 from hvd_trainer.horovod_build.patch_set import PATCH_SET
+from hvd_trainer.measure.start import Start
 
 
 def start_installer(*options: str, **environment: str) -> subprocess.Popen[str]:
@@ -179,13 +180,13 @@ def test_full_disk_is_named_before_the_build(small_disk: Path) -> None:
 def test_disk_that_fills_during_the_build_is_named(small_disk: Path, tmp_path: Path) -> None:
     command = ["dd", "if=/dev/zero", f"of={small_disk / 'objects'}", "bs=1M", "count=16"]
     with pytest.raises(InstallError, match="the disk is full"):
-        run_logged("Horovod must be compiled.", command, tmp_path / "log", os.environ)
+        run_logged("Horovod must be compiled.", Start(command), tmp_path / "log")
 
 
 def test_compile_error_is_quoted(tmp_path: Path) -> None:
     command = ["sh", "-c", "echo compiling; echo 'a.cc:3:1: error: no such type'; exit 1"]
     with pytest.raises(InstallError, match=r"a\.cc:3:1: error: no such type") as error:
-        run_logged("Horovod must be compiled.", command, tmp_path / "log", os.environ)
+        run_logged("Horovod must be compiled.", Start(command), tmp_path / "log")
     assert str(tmp_path / "log") in str(error.value)
 
 
@@ -240,7 +241,7 @@ def test_sigterm_while_a_step_starts_ends_the_step(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(subprocess, "Popen", PopenDuringSigterm)
     try:
         with pytest.raises(SystemExit):
-            run_logged("Horovod must be compiled.", ["sleep", "600"], tmp_path / "log", os.environ)
+            run_logged("Horovod must be compiled.", Start(["sleep", "600"]), tmp_path / "log")
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not psutil.pid_exists(PopenDuringSigterm.last)

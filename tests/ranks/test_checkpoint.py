@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import digits_job
 import pytest
 import torch
@@ -34,7 +35,7 @@ STATE = {"model": {"w": torch.arange(3.0)}, "progress": {"step": 7}}
 
 
 def save(folder: Path, step: int, state: Any = None, **figures: float) -> Path:
-    return storage.save(folder, STATE if state is None else state, step=step, epoch=0, figures=figures)
+    return checkpoints.save(folder, STATE if state is None else state, step=step, figures=figures)
 
 
 def names(folder: Path) -> list[str]:
@@ -47,7 +48,7 @@ def names(folder: Path) -> list[str]:
 def test_saved_checkpoint_loads_equal(tmp_path: Path) -> None:
     path = save(tmp_path, 7, loss=1.5)
     assert path.name == "step-000000007"
-    loaded = storage.load(path)
+    loaded = checkpoints.load(path)
     assert torch.equal(loaded["model"]["w"], STATE["model"]["w"])
     manifest = storage.read_manifest(path)
     assert (manifest.number, manifest.step, manifest.epoch, manifest.figures) == (0, 7, 0, {"loss": 1.5})
@@ -115,7 +116,7 @@ def test_damaged_checkpoint_is_refused_and_an_older_one_loaded(tmp_path: Path, d
     newest = save(tmp_path, 2)
     damage(newest)
     with pytest.raises(CheckpointError, match="step-000000002"):
-        storage.load(newest)
+        checkpoints.load(newest)
     found = storage.restore(None, str(tmp_path))
     assert found.opened is not None
     assert found.opened.state()["progress"] == {"step": 1}
@@ -210,7 +211,7 @@ def test_full_disk_leaves_old_checkpoints(small_disk: Path) -> None:
     with pytest.raises(CheckpointError, match=r"No space left.*Older ones are intact"):
         save(small_disk, 2, {"model": torch.zeros(5_000_000)})
     assert names(small_disk) == [old.name]
-    storage.load(old)
+    checkpoints.load(old)
 
 
 # In a run.
@@ -373,4 +374,4 @@ def test_job_ends_when_the_disk_fills_up(small_disk: Path) -> None:
     whole, refused = storage.find_checkpoints(small_disk / "log/checkpoints")
     assert whole
     assert not refused
-    assert all(storage.load(path) for _, path in whole)
+    assert all(checkpoints.load(path) for _, path in whole)

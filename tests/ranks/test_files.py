@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import checkpoints
 import digits_job
 import fake_imdb
 import pytest
@@ -88,11 +89,11 @@ def test_written_files_do_not_follow_planted_links(tmp_path: Path, monkeypatch: 
         (shared / name).symlink_to(mine)
     (shared / f".step-000000001.{os.getpid()}").symlink_to(tmp_path, target_is_directory=True)
     export_tensors({"a": torch.zeros(2)}, file)
-    path = storage.save(shared, {"a": 1}, step=1, epoch=0)
+    path = checkpoints.save(shared, {"a": 1})
     assert mine.read_text() == "precious"
     assert not file.is_symlink()
     assert not path.is_symlink()
-    assert storage.load(path) == {"a": 1}
+    assert checkpoints.load(path) == {"a": 1}
     assert not (tmp_path / storage.TENSORS).exists()
     monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
     (shared / f".{file.name}.guessed").symlink_to(mine)

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import digits_job
 import msgspec
 import pytest
@@ -93,11 +94,11 @@ def test_malformed_state_is_refused(tmp_path: Path, content: dict[str, bytes], w
     """No content of a state can run code or take more memory than its files: see test_serialization.py."""
     path = sealed(tmp_path / "step-000000001", {"a": torch.zeros(3)}, **content)
     with pytest.raises(CheckpointError, match=f"step-000000001 is not a whole checkpoint: its state: .*{words}"):
-        checkpoint.load(path)
+        checkpoints.load(path)
 
 
 def test_empty_state_is_loaded(tmp_path: Path) -> None:
-    assert checkpoint.load(sealed(tmp_path / "c", {})) == {}
+    assert checkpoints.load(sealed(tmp_path / "c", {})) == {}
 
 
 @pytest.mark.parametrize("name", [checkpoint.MANIFEST, checkpoint.TENSORS, checkpoint.TREE])
@@ -139,21 +140,21 @@ def test_manifest_with_wrong_types_is_refused(tmp_path: Path, change: dict[str, 
     with pytest.raises(
         CheckpointError, match=f"step-000000001 is not a whole checkpoint: manifest.json: .*{words}"
     ):
-        checkpoint.load(path)
+        checkpoints.load(path)
 
 
 def test_prune_removes_links_and_not_their_targets(tmp_path: Path) -> None:
     """A checkpoint that was moved to another disk, with a link in its place, ended the run that pruned it."""
     folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     for step in (1, 2):
-        checkpoint.save(folder, {"at": step}, step=step, epoch=0)
+        checkpoints.save(folder, {"at": step}, step=step)
     (folder / "step-000000001").rename(elsewhere)
     (folder / "step-000000001").symlink_to(elsewhere)
     (folder / ".step-000000003.7").symlink_to(elsewhere)
     (folder / ".step-000000004.7").write_text("")
     checkpoint.prune(folder, keep=1, best=None)
     assert [path.name for path in folder.iterdir()] == ["step-000000002"]
-    assert checkpoint.load(elsewhere) == {"at": 1}
+    assert checkpoints.load(elsewhere) == {"at": 1}
 
 
 def rank(state: dict[str, Any]) -> dict[str, Any]:
@@ -202,14 +203,14 @@ def test_state_with_wrong_types_is_refused(tmp_path: Path, change: Callable[[dic
     """One value of an otherwise valid state has another type: a clear error, and nothing is lost."""
     fit(tmp_path, epochs=1, save_every_steps=2, save_every_epochs=None, max_steps=2)
     (path,) = (tmp_path / "checkpoints").iterdir()
-    state = checkpoint.load(path)
+    state = checkpoints.load(path)
     change(state)
     sealed(path, state)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     with pytest.raises(CheckpointError, match=r"(does not fit|metrics are none).*--resume none"):
         fit(tmp_path, resume="auto", max_steps=3)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    assert checkpoint.load(path).keys() == state.keys()
+    assert checkpoints.load(path).keys() == state.keys()
 
 
 @pytest.mark.parametrize("who", ["all", "rank 1"])
@@ -218,7 +219,7 @@ def test_hostile_checkpoint_ends_all_ranks(who: str, tmp_path: Path) -> None:
     argv = digits_job.argv("ddp", tmp_path / "log", ["--save-every-steps", "1"])
     launch(QUICKEST, 2, argv)
     path = max((tmp_path / "log/checkpoints").iterdir())
-    state = checkpoint.load(path)
+    state = checkpoints.load(path)
     if who == "all":
         state["optimizer"]["param_groups"][0]["lr"] = "fast"
     else:

@@ -44,13 +44,13 @@ def rank() -> int:
 
 def train(job: str, text: str, log_dir: str = "") -> None:
     """Train in this process."""
+    from hvd_trainer import imdb, mnist
     from hvd_trainer.config.parser import parse
-    from hvd_trainer.jobs import imdb, mnist, options
 
     words = [*text.format(device=kind()).split(), "--quiet", *(["--log-dir", log_dir] if log_dir else [])]
     run, options_of = {
-        "mnist": (mnist.train, options.MnistOptions),
-        "imdb": (imdb.train, options.ImdbOptions),
+        "mnist": (mnist.train, mnist.MnistOptions),
+        "imdb": (imdb.train, imdb.ImdbOptions),
     }[job]
     run(parse(options_of, words))
     assert controls().num_late_writes() == 0, f"{text}: memory was written after it had been freed"

@@ -60,7 +60,7 @@ def copy_to_host_is_whole() -> tuple[int, None]:
     values = torch.ones(1000, device=place())
     for _ in range(20):
         values = values * 1
-    assert copy_to_host({"values": values})["values"].tolist() == [1.0] * 1000
+    assert copy_to_host({"values": values}).tensors["values"].tolist() == [1.0] * 1000
     return 0, None
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import checkpoints
 import pytest
 import torch
 from accelerator_stand_in import StandIn
@@ -63,26 +64,26 @@ def submit(saver: AsyncWriter, number: int) -> None:
 def test_on_host_reuses_pinned_memory(gpu: StandIn) -> None:
     """Each tensor had pinned memory of its own, allocated in the first save and rounded up to a power of two."""
     memory, first = PinnedMemory(), state(1)
-    copied = copy_to_host(first, memory)
+    copied = copy_to_host(first, memory).state()
     assert equal(copied, first)
     assert type(copied["kinds"]) is collections.Counter
     assert gpu.calls == ["pin (512,) of torch.uint8", "synchronize cpu"], "of 320 bytes with what aligns them"
     gpu.calls.clear()
     places = [copied["model"]["half"].data_ptr(), copied["model"]["image"].data_ptr()]
-    copied = copy_to_host(state(2), memory)
+    copied = copy_to_host(state(2), memory).state()
     assert equal(copied, state(2))
     assert [copied["model"]["half"].data_ptr(), copied["model"]["image"].data_ptr()] == places
     assert gpu.calls == ["synchronize cpu"]
     gpu.calls.clear()
     larger = {**state(3), "more": torch.zeros(1000)}
-    assert equal(copy_to_host(larger, memory), larger)
-    assert equal(copy_to_host(state(4), memory), state(4))
+    assert equal(copy_to_host(larger, memory).state(), larger)
+    assert equal(copy_to_host(state(4), memory).state(), state(4))
     assert gpu.calls == ["pin (8192,) of torch.uint8", *["synchronize cpu"] * 2]
 
 
 def test_on_host_copies_cpu_tensors() -> None:
     before = state(1)
-    copied = copy_to_host(before, PinnedMemory())
+    copied = copy_to_host(before, PinnedMemory()).state()
     assert equal(copied, before)
     assert copied["model"]["image"].data_ptr() != before["model"]["image"].data_ptr()
 
@@ -116,7 +117,7 @@ def test_writer_writes_the_state_only(gpu: StandIn, saver: AsyncWriter, tmp_path
     saver._memory._blocks = [torch.empty(2**20, dtype=torch.uint8)]
     submit(saver, 1)
     saver.wait()
-    assert equal(storage.load(tmp_path / "step-000000001"), state(1))
+    assert equal(checkpoints.load(tmp_path / "step-000000001"), state(1))
     assert (tmp_path / "step-000000001" / "state.safetensors").stat().st_size < 10_000
 
 
@@ -137,7 +138,7 @@ def test_submit_waits_for_the_save_before(
     following.join()
     saver.wait()
     for number in (1, 2):
-        assert equal(storage.load(tmp_path / f"step-{number:09d}"), state(number))
+        assert equal(checkpoints.load(tmp_path / f"step-{number:09d}"), state(number))
 
 
 def test_save_stall_excludes_steps_that_still_run(gpu: StandIn) -> None:

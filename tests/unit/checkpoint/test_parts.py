@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import checkpoints
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from hvd_trainer.checkpoint import parts as parts_module
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.checkpoint.parts import CheckpointParts, merge_trees
+from hvd_trainer.checkpoint.storage import OpenCheckpoint
 from hvd_trainer.errors import CheckpointError
 
 HOSTS = ("alpha", "beta", "gamma")
@@ -44,9 +46,11 @@ OF_RANK: list[dict[str, Any]] = [
 def save(ranks: list[CheckpointParts], folder: Path) -> Path:
     """Save as three ranks do; raise the error of rank 0."""
     with ThreadPoolExecutor(2) as pool:
-        written: list[Future[None]] = [pool.submit(ranks[rank].write, OF_RANK[rank]) for rank in (1, 2)]
+        written: list[Future[None]] = [
+            pool.submit(ranks[rank].write, OpenCheckpoint.of_state(OF_RANK[rank])) for rank in (1, 2)
+        ]
         try:
-            return storage.save(folder, OF_RANK[0], step=3, epoch=0, others=ranks[0])
+            return checkpoints.save(folder, OF_RANK[0], step=3, others=ranks[0])
         finally:
             ranks[0]._given_up.set()
             for part in written:
@@ -57,7 +61,7 @@ def test_parts_of_all_ranks_are_one_state(ranks: list[CheckpointParts], tmp_path
     path = save(ranks, tmp_path)
     names = {"manifest.json", "state.json", "state.safetensors", "state-00001.safetensors"}
     assert {file.name for file in path.iterdir()} == names, "and no file of a rank that has nothing"
-    loaded = storage.load(path)
+    loaded = checkpoints.load(path)
     assert loaded["model"]["rows"].equal(WHOLE)
     assert loaded["optimizer"]["lr"] == 0.1
     assert loaded["optimizer"]["state"][1]["mean"].equal(torch.ones(3))
@@ -78,7 +82,7 @@ def test_damaged_part_is_refused(
     path = save(ranks, tmp_path)
     damage(path / "state-00001.safetensors")
     with pytest.raises(CheckpointError, match=words):
-        storage.load(path)
+        checkpoints.load(path)
 
 
 def test_part_with_a_path_for_a_name_is_refused(ranks: list[CheckpointParts], tmp_path: Path) -> None:
@@ -89,7 +93,7 @@ def test_part_with_a_path_for_a_name_is_refused(ranks: list[CheckpointParts], tm
     content = manifest | {"self": storage._digest(manifest)}
     (path / "manifest.json").write_bytes(storage.msgspec.json.encode(content))
     with pytest.raises(CheckpointError, match=r"manifest.json: .*matching regex"):
-        storage.load(path)
+        checkpoints.load(path)
 
 
 def test_hosts_that_share_no_folder_are_named(
@@ -136,7 +140,7 @@ def test_writer_gives_up_a_lost_rank_at_the_end(ranks: list[CheckpointParts], tm
     """Rank 0's thread would have kept the process, and waited for the part of a rank that has died."""
     ranks[0]._given_up.set()
     with pytest.raises(CheckpointError, match="another rank did not write its part before the job ended"):
-        storage.save(tmp_path, OF_RANK[0], step=3, epoch=0, others=ranks[0])
+        checkpoints.save(tmp_path, OF_RANK[0], step=3, others=ranks[0])
     assert not list(tmp_path.iterdir())
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -39,7 +40,7 @@ STATE: dict[str, Any] = {
 
 @pytest.fixture
 def opened(tmp_path: Path) -> storage.OpenCheckpoint:
-    return storage.open_checkpoint(storage.save(tmp_path, STATE, step=1, epoch=0))
+    return storage.open_checkpoint(checkpoints.save(tmp_path, STATE))
 
 
 def test_large_tensors_stay_in_the_files(opened: storage.OpenCheckpoint) -> None:

@@ -145,7 +145,7 @@ NOT_AT_THE_START = {"horovod", "torchvision", "tensorboard", "pooch", "requests"
             TOOLS_ONLY,
         ),
         # What a job may need later is imported then: each of these would delay every start.
-        *((f"hvd_trainer.jobs.{job}", NOT_AT_THE_START) for job in ("mnist", "imdb")),
+        *((f"hvd_trainer.jobs.{name}", NOT_AT_THE_START) for name in ("images", "reviews.dataset", "optimizers")),
     ],
 )
 def test_imports_load_no_heavy_modules(module: str, absent: set[str]) -> None:
@@ -167,7 +167,7 @@ print(json.dumps([same, sorted(sys.modules)]))
 
 # The loop.
 
-ROAD = [f"training/{name}.py" for name in ("trainer", "build", "run", "loop")]
+ROAD = [f"training/{name}.py" for name in ("trainer", "run", "loop")]
 """The way of a batch, which ends in optim/step.py."""
 ENGINE_WORDS = re.compile(r"horovod|hvd\b|ddp|nccl|gloo|cuda|\bcpu\b|\bmps\b", re.IGNORECASE)
 
