@@ -90,7 +90,6 @@ def collectives_agree(backend: Backend) -> None:
     assert backend.collectives.all_reduce(mine).tolist() == [len(ranks), sum(ranks)]
     assert backend.collectives.all_reduce(mine, "max").tolist() == [1, max(ranks)]
     assert backend.collectives.all_reduce(mine, "min").tolist() == [1, 0]
-    assert backend.collectives.all_reduce(mine, "mean").tolist() == [1, sum(ranks) / len(ranks)]
     assert mine.tolist() == [1, rank], "the input must stay as it is"
     assert backend.collectives.all_gather_object({"rank": rank}) == [{"rank": r} for r in ranks]
     assert backend.collectives.broadcast_object(f"from {rank}") == "from 0"
