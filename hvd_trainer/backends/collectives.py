@@ -37,7 +37,7 @@ MAX_HEADER_TENSORS_BYTES = 2**16
 MAX_ELEMENTS = 2**26
 """Of a tensor in one exchange: Horovod counts all ranks' elements in an int, and of gathered ones the bytes."""
 
-ReduceOp = Literal["sum", "mean", "max", "min"]
+ReduceOp = Literal["sum", "max", "min"]
 T = TypeVar("T")
 
 

@@ -13,12 +13,7 @@ from hvd_trainer.backends.buckets import Bucket, BucketExchange
 from hvd_trainer.backends.collectives import Collectives, ReduceOp
 from hvd_trainer.backends.session import Session
 
-OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 WIRE_FORMATS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -45,7 +40,7 @@ class DDPCollectives(Collectives):
         result = tensor.detach().clone()
         self._keep_alive(result)
         dist.all_reduce(result, OPS[op], group=self.replica_process_group if replicas else None)
-        return result.div_(self.world.size) if op == "mean" else result
+        return result
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.world.size)]

@@ -28,13 +28,11 @@ from hvd_trainer.backends.horovod_reducer import HorovodBucketExchange, HorovodS
 from hvd_trainer.backends.horovod_start import (
     MIN_PATCH_SET_BFLOAT16,
     MIN_PATCH_SET_ELASTIC,
-    MIN_PATCH_SET_WAKE,
-    WAKE_ON_ENQUEUE,
     import_horovod,
     patch_set,
     serve_horovod,
+    tuning,
 )
-from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION
 from hvd_trainer.backends.unused_parameters import check_unused, unused_everywhere
 from hvd_trainer.errors import BackendError
 from hvd_trainer.rendezvous.ranks import check_world
@@ -145,21 +143,14 @@ class HorovodBackend(Backend):
         return variables | self._tuning()
 
     def _tuning(self) -> dict[str, str]:
-        """Return Horovod's settings by options and device, except those that the user's environment has."""
+        """Return settings that make Horovod quick on this device, except those that the user's environment has."""
         environ = self.session.environ
-        wanted: dict[str, str] = {}
-        if environ.get("HOROVOD_AUTOTUNE", "0") == "0":  # it leaves alone what is set
-            # Fusing our buckets, which are large already, would copy them and sum them in another order.
-            wanted["HOROVOD_FUSION_THRESHOLD"] = "0"
-            if patch_set() >= MIN_PATCH_SET_WAKE and "HOROVOD_CYCLE_TIME" not in environ:
-                wanted |= WAKE_ON_ENQUEUE
-        if self.uses_nccl:
-            wanted |= ASYNC_COMPLETION
-            if self.session.driver is not None:
-                # Else Horovod would wait on the GPU for a dead rank. With it, it polls NCCL for errors all the
-                # time, which takes a core: so only where this rank can continue in another world.
-                wanted["HOROVOD_NCCL_ABORT"] = "1"
-        return {name: value for name, value in wanted.items() if name not in environ}
+        settings = tuning(environ, on_nccl=self.uses_nccl)
+        if self.uses_nccl and self.session.driver is not None and "HOROVOD_NCCL_ABORT" not in environ:
+            # Else Horovod would wait on the GPU for a dead rank. With it, it polls NCCL for errors all the time,
+            # which takes a core: so only where this rank can continue in another world.
+            settings["HOROVOD_NCCL_ABORT"] = "1"
+        return settings
 
     def abort_exchanges(self) -> None:
         super().abort_exchanges()

@@ -43,14 +43,14 @@ class HorovodCollectives(Collectives):
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp, *, replicas: bool = False) -> Tensor:
         hvd = self.hvd
-        ops = {"sum": hvd.Sum, "mean": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
+        ops = {"sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         self._keep_alive(result)
         ranks = self.process_set if replicas else hvd.global_process_set
         # With a name that it has seen, Horovod answers from its cache instead of negotiating again.
         name = f"hvd_trainer.{'replicas.' if replicas else ''}{op}.{result.dtype}.{tuple(result.shape)}"
         self.waiter.result(hvd.allreduce_async_(result, name=name, op=ops[op], process_set=ranks))
-        return result.div_(self.world.size) if op == "mean" else result
+        return result
 
     def broadcast_to_replicas(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
         handles = []

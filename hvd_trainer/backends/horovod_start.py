@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from types import ModuleType
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION
 from hvd_trainer.errors import BackendError
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous import store_client
@@ -72,6 +73,23 @@ def import_horovod(
             f"{torch.__version__}. Type: {INSTALL_HOROVOD}, or {alternative}"
         )
     return hvd
+
+
+def tuning(environ: Mapping[str, str], *, on_nccl: bool) -> dict[str, str]:
+    """Return settings that make Horovod quick, except those that an environment has.
+
+    Args:
+        on_nccl: whether Horovod exchanges tensors by NCCL.
+    """
+    wanted: dict[str, str] = {}
+    if environ.get("HOROVOD_AUTOTUNE", "0") == "0":  # it leaves alone what is set
+        # Fusing buckets, which are large already, would copy them and sum them in another order.
+        wanted["HOROVOD_FUSION_THRESHOLD"] = "0"
+        if patch_set() >= MIN_PATCH_SET_WAKE and "HOROVOD_CYCLE_TIME" not in environ:
+            wanted |= WAKE_ON_ENQUEUE
+    if on_nccl:
+        wanted |= ASYNC_COMPLETION
+    return {name: value for name, value in wanted.items() if name not in environ}
 
 
 def serve_horovod(

@@ -18,14 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvd_trainer.backends.horovod_start import (
-    MIN_PATCH_SET_WAKE,
-    WAKE_ON_ENQUEUE,
-    import_horovod,
-    patch_set,
-    serve_horovod,
-)
-from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, Waiter, completes_asynchronously
+from hvd_trainer.backends.horovod_start import import_horovod, serve_horovod, tuning
+from hvd_trainer.backends.horovod_waiter import Waiter, completes_asynchronously
 from hvd_trainer.c10d.process_sets import ProcessSets
 from hvd_trainer.c10d.work import Completer, HorovodWork
 from hvd_trainer.errors import BackendError
@@ -67,7 +61,8 @@ class HorovodContext:
         self.size = size
         self.interface: str | None = None
         limit_s = str(max(1, round(timeout.total_seconds())))
-        variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": limit_s, **_tuning(self.hvd)}
+        settings = tuning(os.environ, on_nccl=completes_asynchronously(self.hvd))
+        variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": limit_s, **settings}
         if size == 1:
             variables |= {"HOROVOD_ELASTIC": "0"}
         else:
@@ -172,25 +167,11 @@ def meet(store: dist.Store, rank: int, size: int) -> tuple[World, list[RankInfo]
     )
     world = World(rank, size, rank, size, launcher=REQUEST)
     peers = exchange_rank_info(store, world, me)
-    seen: Counter[str] = Counter()
-    numbered = []
-    for peer in peers:
-        numbered.append(replace(peer, local_rank=seen[peer.host]))
-        seen[peer.host] += 1
+    hosts = [peer.host for peer in peers]
+    numbered = [replace(peer, local_rank=hosts[:number].count(peer.host)) for number, peer in enumerate(peers)]
     me = numbered[rank]
-    world = resolve_nodes(replace(world, local_rank=me.local_rank, local_size=seen[me.host]), numbered)
+    world = resolve_nodes(replace(world, local_rank=me.local_rank, local_size=hosts.count(me.host)), numbered)
     return world, numbered, me.address if world.num_nodes > 1 else LOOPBACK
-
-
-def _tuning(hvd: ModuleType) -> dict[str, str]:
-    """Return Horovod's settings, except those that the user's environment has."""
-    # DDP's buckets are large already: fusing them would copy them.
-    wanted = {"HOROVOD_FUSION_THRESHOLD": "0"}
-    if patch_set() >= MIN_PATCH_SET_WAKE and "HOROVOD_CYCLE_TIME" not in os.environ:
-        wanted |= WAKE_ON_ENQUEUE
-    if completes_asynchronously(hvd):
-        wanted |= ASYNC_COMPLETION
-    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 class Contexts:

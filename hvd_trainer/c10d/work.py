@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hvd_trainer.backends.horovod_waiter import Waiter
 from hvd_trainer.errors import first_line
 from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.tensors import tensors_in
 from hvd_trainer.utils.threads import start_thread
 
 NO_TIMEOUT = timedelta(0)
@@ -192,7 +192,8 @@ class HorovodWork(dist._Work):
         that it takes it for; one that a callback raises is an error everywhere.
         """
         if self._future is None:
-            self._promise = Future(devices=sorted(set(accelerators(self._result)), key=str))
+            devices = {t.device for t in tensors_in(self._result) if not accelerator.is_host(t.device)}
+            self._promise = Future(devices=sorted(devices, key=str))
             self._future = self._promise.then(self._outcome)
             if self.is_done:
                 self.complete_future()
@@ -220,16 +221,6 @@ class HorovodWork(dist._Work):
         """Let the current stream wait for the results of an operation that is done; nothing on the CPU."""
         if self._finished is not None and self._stream is not None:
             torch.accelerator.current_stream(self._stream.device).wait_event(self._finished)
-
-
-def accelerators(value: Any) -> Iterator[torch.device]:
-    """Return the devices of a result's tensors, other than the CPU."""
-    if isinstance(value, Tensor):
-        if value.device.type != "cpu":
-            yield value.device
-    elif isinstance(value, list):
-        for element in value:
-            yield from accelerators(element)
 
 
 class Completer:

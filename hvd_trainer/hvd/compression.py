@@ -9,31 +9,21 @@ from torch import Tensor
 
 
 class Compressor:
-    """Makes a tensor smaller before an operation, and restores its type after it."""
+    """Makes a tensor smaller before an operation, and restores its type after it; by itself changes nothing."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
         """Return the tensor to send, and what `decompress` needs to know."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return a received tensor in its first type."""
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return the tensor and None."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the tensor."""
+        """Return a received tensor in its first type."""
         return tensor
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors as they are."""
 
 
 class _CastCompressor(Compressor):

@@ -50,7 +50,7 @@ class ForwardResult(NamedTuple):
     weight: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class StepParts:
     """All that a step is made of."""
 
@@ -78,7 +78,7 @@ class StepParts:
     """whether replicas average their gradients"""
 
 
-class TrainStep:
+class TrainStep(StepParts):
     """Data-parallel step with gradient accumulation, mixed precision, clipping, and a guard against NaN and Inf.
 
     Attributes:
@@ -87,19 +87,8 @@ class TrainStep:
     """
 
     def __init__(self, parts: StepParts) -> None:
-        self.backend = parts.backend
-        self.train_model = parts.train_model
-        self.eval_model = parts.eval_model
-        self.optimizer = parts.optimizer
-        self.loss = parts.loss
-        self.progress = parts.progress
-        self.guard = parts.guard
-        self.max_norm = parts.max_norm
-        self.precision = parts.precision
-        self.needs_norm = parts.needs_norm
-        self.weight = parts.weight
-        self._exchange = parts.exchange
-        fp16 = parts.precision == "fp16"
+        vars(self).update(vars(parts))
+        fp16 = self.precision == "fp16"
         self.scaler = torch.amp.GradScaler(self.backend.device.type) if fp16 else None
         self.skips = self.guard.policy == "skip"
         self._buffers = [b for b in self.train_model.buffers() if b.numel()]
@@ -147,7 +136,7 @@ class TrainStep:
             weights: those of this rank's passes.
         """
         whole, replicas = weights.sum(), len(self.backend.replica_group)
-        if replicas > 1 and self._exchange:
+        if replicas > 1 and self.exchange:
             whole = self.backend.collectives.sum_over_replicas(whole) / replicas
         return whole
 

@@ -25,8 +25,8 @@ from hvd_trainer.backends.session import Session
 from hvd_trainer.hvd.common import wire
 from hvd_trainer.hvd.common.bucket_schedule import BucketSchedules
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
-from hvd_trainer.hvd.common.executor import Executor, Job
-from hvd_trainer.hvd.common.matching import Matcher
+from hvd_trainer.hvd.common.executor import Executor
+from hvd_trainer.hvd.common.matching import Matcher, Response
 from hvd_trainer.hvd.common.request import MAX_NUMBER, NUMBER_BITS, Request
 from hvd_trainer.hvd.common.settings import Settings
 from hvd_trainer.hvd.common.stall import StallInspector
@@ -277,11 +277,11 @@ class Controller:
         if self._idle_rounds == MAX_IDLE_ROUNDS:
             self._matcher.refuse_conflicts()
         responses = self._matcher.take_responses()
-        jobs: list[Job] = []
+        to_exchange: list[Response] = []
         done: list[Request] = []
         began = time.monotonic()
         for response in responses:
-            request = self._open.get(response.key)
+            request = response.request = self._open.get(response.key)
             if response.error is not None:
                 self._finish(request, HorovodInternalError(response.error))
                 continue
@@ -291,12 +291,12 @@ class Controller:
                 assert request is not None
                 self._executor.compute(response, request)
             else:
-                jobs.append(Job(response, request))
+                to_exchange.append(response)
             if request is not None:
                 done.append(request)
-        if jobs:
+        if to_exchange:
             with self.session.activity.waiting():
-                self._executor.run(jobs)
+                self._executor.run(to_exchange)
         if responses and logger.isEnabledFor(logging.DEBUG):
             names = (f"{response.signature.name}: {response.error or 'done'}" for response in responses)
             logger.debug("round %d: %s", self._num_rounds, ", ".join(names))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,18 +33,8 @@ COMBINE: dict[int, Callable[..., Tensor]] = {
 }
 
 
-class Job(NamedTuple):
-    """A response and this rank's request for it; None if this rank has joined."""
-
-    response: Response
-    request: Request | None
-
-
-class _Part(NamedTuple):
-    """One tensor of an allreduce, which may travel with others."""
-
-    source: Tensor
-    output: Tensor
+Part = tuple[Tensor, Tensor]
+"""One tensor of an operation, which may travel with others, and where its result goes."""
 
 
 class Executor:
@@ -64,25 +54,25 @@ class Executor:
         """where the zeros of a rank that has joined are made, for operations on an accelerator"""
 
     @torch.no_grad()
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Carry out operations and fill the requests' outputs.
+    def run(self, responses: Sequence[Response]) -> None:
+        """Carry out operations and fill the outputs of this rank's requests, unless it has joined.
 
         Raises:
             RuntimeError: a connection is broken.
         """
-        fused: dict[tuple[Any, ...], list[Job]] = {}
-        for job in jobs:
-            signature = job.response.signature
+        fused: dict[tuple[Any, ...], list[Response]] = {}
+        for response in responses:
+            signature = response.signature
             if signature.kind == Kind.ALLREDUCE and signature.op != Op.ADASUM:
                 factors = signature.prescale, signature.postscale
                 key: tuple[Any, ...] = (Kind.ALLREDUCE, signature.device, signature.op, *factors)
-                fused.setdefault(key, []).append(job)
+                fused.setdefault(key, []).append(response)
             elif signature.kind == Kind.BROADCAST:
-                fused.setdefault((Kind.BROADCAST, signature.device, signature.root), []).append(job)
+                fused.setdefault((Kind.BROADCAST, signature.device, signature.root), []).append(response)
             elif signature.kind in (Kind.ALLGATHER, Kind.ALLTOALL, Kind.REDUCESCATTER, Kind.ALLREDUCE):
-                fused.setdefault((id(job),), []).append(job)
+                fused.setdefault((id(response),), []).append(response)
         for together in fused.values():
-            signature = together[0].response.signature
+            signature = together[0].signature
             run = {
                 Kind.ALLREDUCE: self._adasum if signature.op == Op.ADASUM else self._all_reduce,
                 Kind.BROADCAST: self._broadcast,
@@ -96,27 +86,27 @@ class Executor:
             else:
                 self._on_stream(run, together, device)
 
-    def _device(self, jobs: Sequence[Job]) -> torch.device:
-        for job in jobs:
-            if job.request is not None and job.request.tensors:
-                return job.request.tensors[0].device
-        return torch.device("cpu") if jobs[0].response.signature.device == "cpu" else self.join_device
+    def _device(self, responses: Sequence[Response]) -> torch.device:
+        for response in responses:
+            if response.request is not None and response.request.tensors:
+                return response.request.tensors[0].device
+        return torch.device("cpu") if responses[0].signature.device == "cpu" else self.join_device
 
-    def _on_stream(self, run: Callable[..., None], jobs: Sequence[Job], device: torch.device) -> None:
+    def _on_stream(self, run: Callable[..., None], responses: Sequence[Response], device: torch.device) -> None:
         """Queue the operations on a stream of their own, after what the tensors depend on."""
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
         stream = self._streams[device]
         with accelerator.on_stream(stream):
-            for job in jobs:
-                if job.request is not None and job.request.ready is not None:
-                    stream.wait_event(job.request.ready)
-            run(jobs, device)
+            for response in responses:
+                if response.request is not None and response.request.ready is not None:
+                    stream.wait_event(response.request.ready)
+            run(responses, device)
             finished = torch.Event(device)
             finished.record(stream)
-        for job in jobs:
-            if job.request is not None:
-                job.request.finished = finished
+        for response in responses:
+            if response.request is not None:
+                response.request.finished = finished
 
     # Tensors that came with the requests.
 
@@ -143,26 +133,25 @@ class Executor:
 
     # Allreduce.
 
-    def _all_reduce(self, jobs: Sequence[Job], device: torch.device) -> None:
-        by_dtype: dict[torch.dtype, list[_Part]] = {}
-        for job in jobs:
-            for part in self._parts(job, device):
-                by_dtype.setdefault(part.source.dtype, []).append(part)
-        signature = jobs[0].response.signature
+    def _all_reduce(self, responses: Sequence[Response], device: torch.device) -> None:
+        by_dtype: dict[torch.dtype, list[Part]] = {}
+        for response in responses:
+            for source, output in self._parts(response, device):
+                by_dtype.setdefault(source.dtype, []).append((source, output))
+        signature = responses[0].signature
         for parts in by_dtype.values():
             for chunk in self._chunks(parts):
                 self._all_reduce_together(chunk, signature, device)
 
-    def _parts(self, job: Job, device: torch.device) -> list[_Part]:
-        signature, request = job.response.signature, job.request
+    def _parts(self, response: Response, device: torch.device) -> list[Part]:
+        signature, request = response.signature, response.request
         if request is None:
             zeros = [
                 torch.zeros(shape, dtype=DTYPES[dtype], device=device)
                 for shape, dtype in zip(signature.shapes, signature.dtypes, strict=True)
             ]
-            return [_Part(tensor, tensor) for tensor in zeros]
-        outputs = self._outputs(request)
-        return [_Part(source, output) for source, output in zip(request.tensors, outputs, strict=True)]
+            return [(tensor, tensor) for tensor in zeros]
+        return [*zip(request.tensors, self._outputs(request), strict=True)]
 
     def _outputs(self, request: Request) -> list[Tensor]:
         """Return where the results of tensors of the same shapes go."""
@@ -170,25 +159,26 @@ class Executor:
             request.outputs = [torch.empty_like(tensor) for tensor in request.tensors]
         return [output.data for output in request.outputs]
 
-    def _chunks(self, parts: Sequence[_Part]) -> list[list[_Part]]:
+    def _chunks(self, parts: Sequence[Part]) -> list[list[Part]]:
         """Divide parts into lists of at most `fusion_bytes`, or of one part."""
-        chunks: list[list[_Part]] = []
+        chunks: list[list[Part]] = []
         space = -1
-        for part in parts:
-            space -= part.source.nbytes
+        for source, output in parts:
+            space -= source.nbytes
             if space < 0:
                 chunks.append([])
-                space = self._fusion_bytes - part.source.nbytes
-            chunks[-1].append(part)
+                space = self._fusion_bytes - source.nbytes
+            chunks[-1].append((source, output))
         return chunks
 
-    def _all_reduce_together(self, parts: Sequence[_Part], signature: Signature, device: torch.device) -> None:
+    def _all_reduce_together(self, parts: Sequence[Part], signature: Signature, device: torch.device) -> None:
         if len(parts) == 1:
-            flat = parts[0].output.view(-1)
-            if parts[0].output.data_ptr() != parts[0].source.data_ptr():
-                flat.copy_(parts[0].source.view(-1))
+            source, output = parts[0]
+            flat = output.view(-1)
+            if output.data_ptr() != source.data_ptr():
+                flat.copy_(source.view(-1))
         else:
-            flat = self._gather_into_buffer([part.source.view(-1) for part in parts])
+            flat = self._gather_into_buffer([source.view(-1) for source, _ in parts])
         if flat.numel() == 0:
             return
         _scale(flat, signature.prescale)
@@ -198,7 +188,7 @@ class Executor:
             self._transport.wait(self._transport.group(device).allreduce([flat], options), device)
         _scale(flat, _factor_after(signature, len(self._ranks)))
         if len(parts) > 1:
-            _scatter_buffer(flat, [part.output.view(-1) for part in parts])
+            _scatter_buffer(flat, [output.view(-1) for _, output in parts])
 
     def _gather_into_buffer(self, flats: Sequence[Tensor]) -> Tensor:
         """Return the tensors one after the other in a buffer, which is kept for the next time."""
@@ -208,38 +198,37 @@ class Executor:
             self._buffers[key] = torch.empty(size, dtype=key[0], device=key[1])
         return torch.cat(list(flats), out=self._buffers[key][:size])
 
-    def _adasum(self, jobs: Sequence[Job], device: torch.device) -> None:
-        for part in self._parts(jobs[0], device):
-            signature = jobs[0].response.signature
-            result = part.source * signature.prescale if signature.prescale != 1.0 else part.source
+    def _adasum(self, responses: Sequence[Response], device: torch.device) -> None:
+        signature = responses[0].signature
+        for source, output in self._parts(responses[0], device):
+            result = source * signature.prescale if signature.prescale != 1.0 else source
             result = adasum.reduce(result.view(-1), self._transport)
-            part.output.view(-1).copy_(result)
-            _scale(part.output, signature.postscale)
+            output.view(-1).copy_(result)
+            _scale(output, signature.postscale)
 
     # The operations that only move bytes.
 
-    def _broadcast(self, jobs: Sequence[Job], device: torch.device) -> None:
-        root = self._ranks.index(jobs[0].response.signature.root)
+    def _broadcast(self, responses: Sequence[Response], device: torch.device) -> None:
+        root = self._ranks.index(responses[0].signature.root)
         is_root = root == self._transport.member
-        parts = []
-        for job in jobs:
-            assert job.request is not None
-            for source, output in zip(job.request.tensors, self._outputs(job.request), strict=True):
+        parts: list[Part] = []
+        for response in responses:
+            for source, output in self._parts(response, device):
                 if is_root and output is not source:
                     output.copy_(source)
                 if source.numel():
-                    parts.append(_Part(as_bytes(output), as_bytes(output)))
+                    parts.append((as_bytes(output), as_bytes(output)))
         options = dist.BroadcastOptions()
         options.rootRank = root
         for chunk in self._chunks(parts) if len(self._ranks) > 1 else ():
-            flats = [part.output for part in chunk]
+            flats = [flat for flat, _ in chunk]
             flat = flats[0] if len(flats) == 1 else self._gather_into_buffer(flats)
             self._transport.wait(self._transport.group(device).broadcast([flat], options), device)
             if len(flats) > 1 and not is_root:
                 _scatter_buffer(flat, flats)
 
-    def _all_gather(self, jobs: Sequence[Job], device: torch.device) -> None:
-        response, request = jobs[0]
+    def _all_gather(self, responses: Sequence[Response], device: torch.device) -> None:
+        response, request = responses[0], responses[0].request
         assert request is not None
         request.outputs, request.result = [], []
         for index, tensor in enumerate(request.tensors):
@@ -266,8 +255,8 @@ class Executor:
             for work in works:
                 self._transport.wait(work, device)
 
-    def _all_to_all(self, jobs: Sequence[Job], device: torch.device) -> None:
-        response, request = jobs[0]
+    def _all_to_all(self, responses: Sequence[Response], device: torch.device) -> None:
+        response, request = responses[0], responses[0].request
         assert request is not None
         tensor = request.tensors[0]
         signature = response.signatures[self._transport.member]
@@ -281,8 +270,8 @@ class Executor:
         self._transport.all_to_all(as_bytes(output), sent, received_bytes, sent_bytes)
         request.outputs, request.result = [output], received_rows
 
-    def _reduce_scatter(self, jobs: Sequence[Job], device: torch.device) -> None:
-        response, request = jobs[0]
+    def _reduce_scatter(self, responses: Sequence[Response], device: torch.device) -> None:
+        response, request = responses[0], responses[0].request
         assert request is not None
         size, me = len(self._ranks), self._transport.member
         request.outputs = []

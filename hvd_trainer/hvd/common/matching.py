@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_trainer.hvd.common.request import MAX_NUMBER, REDUCE_OPS, Kind, Signature, ranks_text
+from hvd_trainer.hvd.common.request import MAX_NUMBER, REDUCE_OPS, Kind, Request, Signature, ranks_text
 
 NOT_WITH_JOIN = (Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL, Kind.REDUCESCATTER, Kind.ADD_SET, Kind.REMOVE_SET)
 
@@ -31,6 +31,8 @@ class Response:
     error: str | None = None
     cached_id: int = -1
     """the cache entry by which all members have asked for it; -1: there is none"""
+    request: Request | None = None
+    """this rank's own, once all have asked; None if it has joined"""
 
     @classmethod
     def empty(cls, key: tuple[str, int], size: int) -> Response:

@@ -19,8 +19,8 @@ from accelerator_stand_in import StandIn
 from torch import nn
 
 from hvd_trainer.backends import EngineOptions, create, exchange_monitor, process_group
-from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, Waiter
-from hvd_trainer.c10d.context import _tuning
+from hvd_trainer.backends.horovod_start import tuning
+from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, Waiter, completes_asynchronously
 from hvd_trainer.c10d.work import HorovodWork
 from hvd_trainer.faults import stack_dump
 from hvd_trainer.faults.activity import Activity, ExchangeAbortedError
@@ -264,9 +264,9 @@ def test_horovod_completes_asynchronously_on_nccl_only(
     kind: str | None, built: int, is_asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accelerator, "kind", lambda: kind)
-    monkeypatch.delenv(*ASYNC_COMPLETION, raising=False)
     hvd: Any = SimpleNamespace(nccl_built=lambda: built)
-    assert (ASYNC_COMPLETION.items() <= _tuning(hvd).items()) is is_asynchronous
+    assert completes_asynchronously(hvd) is is_asynchronous
+    assert (ASYNC_COMPLETION.items() <= tuning({}, on_nccl=is_asynchronous).items()) is is_asynchronous
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hvd_trainer import EngineOptions, backends
-from hvd_trainer.backends import horovod
+from hvd_trainer.backends import horovod, horovod_start
 from hvd_trainer.backends.horovod_start import WAKE_ON_ENQUEUE
 from hvd_trainer.errors import BackendError
 
@@ -43,7 +43,7 @@ def test_autotune_is_given_what_it_tunes(monkeypatch: pytest.MonkeyPatch) -> Non
         assert isinstance(backend, horovod.HorovodBackend)
         return backend._tuning()
 
-    monkeypatch.setattr(horovod, "patch_set", lambda: horovod.MIN_PATCH_SET_WAKE)
+    monkeypatch.setattr(horovod_start, "patch_set", lambda: horovod_start.MIN_PATCH_SET_WAKE)
     assert settings() == settings(HOROVOD_AUTOTUNE="0") == {"HOROVOD_FUSION_THRESHOLD": "0", **WAKE_ON_ENQUEUE}
     assert settings(HOROVOD_AUTOTUNE="1") == {}
     assert settings(HOROVOD_CYCLE_TIME="5") == {"HOROVOD_FUSION_THRESHOLD": "0"}
