@@ -74,7 +74,7 @@ class Controller:
         self.shut_down_by: list[int] = []
         self.timeline: Timeline | None = None
         me = ranks.index(self.rank)
-        self._matcher = Matcher(ranks, me, settings.cache_capacity)
+        self._matcher = Matcher(ranks)
         self._stall = StallInspector(store, ranks, self.rank, settings)
         self._state = threading.Condition()
         self._queue: list[Request] = []
@@ -264,7 +264,7 @@ class Controller:
     def _round(self) -> None:
         with self._state:
             requests = self._queue[: wire.MAX_REQUESTS]
-            message = wire.write(requests, self._matcher, self._flags)
+            message = wire.write(requests, self._flags)
             del self._queue[: len(requests)]
         self._num_rounds, self._round_began = self._num_rounds + 1, time.monotonic()
         if self.timeline is not None:

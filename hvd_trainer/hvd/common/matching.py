@@ -6,7 +6,6 @@ controller. So all members get the same list of responses, without a coordinator
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,21 +22,17 @@ class Response:
     key: tuple[str, int]
     signatures: list[Signature | None]
     """of each member; None for one that has not asked yet, or has joined"""
-    ids: list[int]
-    """cache entry by which each member has asked; -1: in full"""
     payloads: list[bytes]
     """the members' tensors, of those that came with the requests"""
     num_posted: int = 0
     error: str | None = None
-    cached_id: int = -1
-    """the cache entry by which all members have asked for it; -1: there is none"""
     request: Request | None = None
     """this rank's own, once all have asked; None if it has joined"""
 
     @classmethod
     def empty(cls, key: tuple[str, int], size: int) -> Response:
         """Return one that none of `size` members has asked for yet."""
-        return cls(key, [None] * size, [-1] * size, [b""] * size)
+        return cls(key, [None] * size, [b""] * size)
 
     @property
     def signature(self) -> Signature:
@@ -50,61 +45,34 @@ class Response:
         return all(self.payloads)
 
 
-class Cached:
-    """A response-cache entry: each member's signature of an operation that was executed before."""
-
-    __slots__ = ("inline_bytes", "signatures")
-
-    def __init__(self, signatures: Sequence[Signature]) -> None:
-        self.signatures = signatures
-        self.inline_bytes = [signature.inline_bytes for signature in signatures]
-
-
 class Matcher:
     """Collects requests of all members of a process set.
 
     Args:
         ranks: global ranks of the members.
-        me: index of this process among them.
-        capacity: how many operations the cache remembers; 0: none.
 
     Attributes:
         joined: indices of members that have called `join`.
         pending: what some members have asked for, by name and number.
     """
 
-    def __init__(self, ranks: Sequence[int], me: int, capacity: int) -> None:
-        self.ranks, self.me = ranks, me
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = ranks
         self.joined: set[int] = set()
         self.pending: dict[tuple[str, int], Response] = {}
-        self._capacity = capacity
-        self._cache: OrderedDict[int, Cached] = OrderedDict()
-        self._next_id = 0
-        self._own_ids: dict[Signature, int] = {}
         self._responses: list[Response] = []
 
-    def cached_id(self, signature: Signature) -> int | None:
-        """Return the id by which this rank can ask for the same again; None if it must be sent in full."""
-        return self._own_ids.get(signature)
-
-    def cached(self, id_: int) -> Cached:
-        """Return a cache entry."""
-        return self._cache[id_]
-
-    def add(
-        self, member: int, signature: Signature, number: int, cached_id: int = -1, payload: bytes = b""
-    ) -> None:
+    def add(self, member: int, signature: Signature, number: int, payload: bytes = b"") -> None:
         """Note that a member asks for an operation.
 
         Args:
-            cached_id: the cache entry by which it has asked; -1: in full.
             payload: its tensor, if that came with the request.
         """
         key = signature.name, number
         entry = self.pending.get(key)
         if entry is None:
             entry = self.pending[key] = Response.empty(key, len(self.ranks))
-        entry.signatures[member], entry.ids[member], entry.payloads[member] = signature, cached_id, payload
+        entry.signatures[member], entry.payloads[member] = signature, payload
         entry.num_posted += 1
         self._respond_if_complete(entry)
 
@@ -120,10 +88,7 @@ class Matcher:
         if entry.num_posted < len(self.ranks) and (not self.joined or self._missing(entry)):
             return
         del self.pending[entry.key]
-        id_ = entry.ids[0]
-        if id_ >= 0 and all(other == id_ for other in entry.ids):
-            entry.cached_id = id_
-        else:
+        if entry.signatures.count(entry.signatures[0]) < len(entry.signatures):
             entry.error = self._mistake(entry.key, entry.signatures)
         self._responses.append(entry)
 
@@ -131,28 +96,9 @@ class Matcher:
         """Return the members that neither have asked for an operation yet nor have joined."""
         return [m for m, signature in enumerate(entry.signatures) if signature is None and m not in self.joined]
 
-    def _remember(self, signatures: Sequence[Signature]) -> None:
-        if self._capacity == 0 or signatures[0].kind not in (*NOT_WITH_JOIN, Kind.ALLREDUCE, Kind.BARRIER):
-            return
-        while len(self._cache) >= self._capacity:
-            old_id, old = self._cache.popitem(last=False)
-            if self._own_ids.get(old.signatures[self.me]) == old_id:
-                del self._own_ids[old.signatures[self.me]]
-        id_, self._next_id = self._next_id, self._next_id + 1
-        self._cache[id_] = Cached(signatures)
-        self._own_ids[signatures[self.me]] = id_
-
     def take_responses(self) -> list[Response]:
-        """Return the operations that have become complete, in the order in which they did.
-
-        Called when all rows of a round are read: the cache must not change in between.
-        """
+        """Return the operations that have become complete, in the order in which they did."""
         responses, self._responses = self._responses, []
-        for response in responses:
-            if response.cached_id in self._cache:
-                self._cache.move_to_end(response.cached_id)
-            elif response.error is None and None not in response.signatures:
-                self._remember([signature for signature in response.signatures if signature is not None])
         return responses
 
     def refuse_conflicts(self) -> None:

@@ -26,6 +26,7 @@ WITHOUT_MEANING = (
     "HOROVOD_AUTOTUNE",
     "HOROVOD_AUTOTUNE_LOG",
     "HOROVOD_BATCH_D2D_MEMCOPIES",
+    "HOROVOD_CACHE_CAPACITY",
     "HOROVOD_DISABLE_GROUP_FUSION",
     "HOROVOD_ENABLE_ASYNC_COMPLETION",
     "HOROVOD_ENABLE_XLA_OPS",
@@ -44,7 +45,6 @@ class Settings:
 
     fusion_bytes: int = 128 * 2**20
     cycle_s: float = 0.001
-    cache_capacity: int = 1024
     stall_check_s: float = 60.0
     stall_shutdown_s: float = 0.0
     exactly_horovod: bool = False
@@ -117,7 +117,6 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     return Settings(
         fusion_bytes=int(_number(environ, "HOROVOD_FUSION_THRESHOLD", default.fusion_bytes)),
         cycle_s=_number(environ, "HOROVOD_CYCLE_TIME", default.cycle_s * 1000) / 1000,
-        cache_capacity=int(_number(environ, "HOROVOD_CACHE_CAPACITY", default.cache_capacity)),
         stall_check_s=check_s if is_checked else 0.0,
         stall_shutdown_s=_number(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown_s),
         exactly_horovod=environ.get(EXACTLY_HOROVOD, "0") not in NO,

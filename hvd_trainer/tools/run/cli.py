@@ -65,7 +65,7 @@ class Options:
     cycle_time_ms: Annotated[float | None, Gt(0)] = None
     """as in horovodrun (HOROVOD_CYCLE_TIME)"""
     cache_capacity: Annotated[int | None, Ge(0)] = None
-    """as in horovodrun (HOROVOD_CACHE_CAPACITY)"""
+    """as in horovodrun (HOROVOD_CACHE_CAPACITY); without effect on ddp"""
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that stand for these options, most of them as horovodrun sets them."""

@@ -1,19 +1,20 @@
-"""`hvd_trainer.hvd` without ranks: the variables that it reads, and its cache of operations."""
+"""`hvd_trainer.hvd` without ranks: the variables that it reads, and the messages by which ranks agree."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
+from hvd_trainer.hvd.common import wire
 from hvd_trainer.hvd.common.matching import Matcher
-from hvd_trainer.hvd.common.request import Kind, Signature
+from hvd_trainer.hvd.common.request import Kind, Op, Request, Signature
 from hvd_trainer.hvd.common.settings import engine_options, ignored_variables, read_settings, set_log_level
 
 
 def test_variables_are_read_or_named() -> None:
-    settings = read_settings(
-        {"HOROVOD_CYCLE_TIME": "5", "HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CACHE_CAPACITY": ""}
-    )
-    assert (settings.cycle_s, settings.fusion_bytes, settings.cache_capacity) == (0.005, 0, 1024)
+    settings = read_settings({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_FUSION_THRESHOLD": "0"})
+    assert (settings.cycle_s, settings.fusion_bytes) == (0.005, 0)
+    assert read_settings({"HOROVOD_CYCLE_TIME": ""}).cycle_s == 0.001
     assert read_settings({"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_check_s == 0
     with pytest.raises(ValueError, match="HOROVOD_CYCLE_TIME=fast is not a number"):
         read_settings({"HOROVOD_CYCLE_TIME": "fast"})
@@ -29,18 +30,16 @@ def test_log_level_must_be_one() -> None:
         set_log_level({"HOROVOD_LOG_LEVEL": "loud"})
 
 
-def test_cache_forgets_the_same_on_all_members() -> None:
-    """A cache of two entries: members that ask for three operations in turn agree on every id."""
-    members = [Matcher([0, 1], me, capacity=2) for me in range(2)]
-    for step in range(7):
+def test_small_tensors_travel_with_the_requests_for_them() -> None:
+    matcher, rows = Matcher([0, 1]), [torch.arange(4), torch.ones(4, dtype=torch.int64)]
+    for member, row in enumerate(rows):
         signature = Signature(
-            kind=Kind.ALLREDUCE, name=f"allreduce.{step % 3}", dtypes=("int64",), shapes=((4,),), device="cpu"
+            kind=Kind.ALLREDUCE, name="x", dtypes=("int64",), shapes=((4,),), device="cpu", op=Op.SUM
         )
-        ids = {matcher.cached_id(signature) for matcher in members}
-        assert len(ids) == 1
-        for matcher in members:
-            for member in range(2):
-                matcher.add(member, signature, 0)
-            (response,) = matcher.take_responses()
-            assert response.error is None
-    assert members[0].cached_id(Signature(kind=Kind.ALLREDUCE, name="other")) is None
+        message = wire.write([Request(signature, number=7, tensors=[row])], wire.JOINED)
+        assert wire.read(member, message, matcher) == wire.JOINED
+    (response,) = matcher.take_responses()
+    assert response.key == ("x", 7)
+    assert response.error is None
+    assert response.is_inline
+    assert response.payloads == [row.numpy().tobytes() for row in rows]
