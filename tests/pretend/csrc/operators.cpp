@@ -185,6 +185,9 @@ struct Call {
 };
 
 void run_on_host(const c10::OperatorHandle& op, Stack& values) {
+  // PyTorch 2.11 drops the arguments before it copies those that are results, too, where these are several
+  // (`nll_loss_forward.output`; pytorch/pytorch#174807): without another owner they have been freed by then.
+  Stack kept = values;
   at::AutoDispatchBelowAutograd below;
   at::NoGradGuard no_grad;
   op.callBoxed(&values);
