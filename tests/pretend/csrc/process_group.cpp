@@ -127,7 +127,12 @@ class Group final : public Backend {
 
   const std::string getBackendName() const override { return "pccl"; }
   bool supportsCoalescing() const override { return true; }
-  void abort() override { state_->abort(); }
+  void abort() override {
+    // Gloo is never freed then: it would wait for its threads, which wait for the rank that is gone, and so would the
+    // stream whose task has the last reference.
+    intrusive_ptr<Backend>(gloo_).release();
+    state_->abort();
+  }
 
   void startCoalescing() override { coalesces_ = true; }
   intrusive_ptr<c10d::Work> endCoalescing() override {
