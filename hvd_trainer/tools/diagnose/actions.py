@@ -248,7 +248,7 @@ def _about_collective(cause: Cause, evidence: Evidence) -> Iterator[Action]:
     )
     if calls > MANY_CALLS:
         text = (
-            f"{where}: send them as one tensor, not {calls:.3g} a step (torch.cat, or DistributedDataParallel if "
+            f"{where}: send them as one tensor, not {calls:.0f} a step (torch.cat, or DistributedDataParallel if "
             f"they are gradients)"
         )
     if evidence.line is None or not calls:

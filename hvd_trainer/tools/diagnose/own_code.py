@@ -85,7 +85,7 @@ def _describe(details: Mapping[str, Any]) -> str:
     count, size = details["calls"], details["bytes"]
     if not count:
         return "calls that were not counted"
-    often = f"{count:.3g} calls a step" if count > MANY_CALLS else "a call in each step"
+    often = f"{count:.0f} calls a step" if count > MANY_CALLS else "a call in each step"
     if count < 1 / MANY_CALLS:
         often = f"a call every {1 / count:.3g} steps"
     return often + (f" of {number(size)} bytes" if size else "")
