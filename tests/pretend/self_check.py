@@ -42,9 +42,8 @@ def device_itself() -> tuple[int, None]:
         side.synchronize()
         assert copy.isnan().all().item() is not recorded
     # An operator of several results writes them while nothing of its arguments is freed.
-    values = torch.arange(4.0, device=gpu)
     for _ in range(300):
-        largest, place_of_largest = values.max(dim=0)
+        largest, place_of_largest = torch.arange(4.0, device=gpu).max(dim=0)
     assert (largest.item(), place_of_largest.item()) == (3.0, 3)
     # Copies wait for the host only from page-locked memory; each host wait is counted.
     counted: list[str] = []

@@ -185,8 +185,7 @@ struct Call {
 };
 
 void run_on_host(const c10::OperatorHandle& op, Stack& values) {
-  // PyTorch 2.11 drops the arguments before it copies those that are results, too, where these are several
-  // (`nll_loss_forward.output`; pytorch/pytorch#174807): without another owner they have been freed by then.
+  // PyTorch 2.11 takes several results from arguments that it has let go of (pytorch/pytorch#174807).
   Stack kept = values;
   at::AutoDispatchBelowAutograd below;
   at::NoGradGuard no_grad;

@@ -128,9 +128,7 @@ class Group final : public Backend {
   const std::string getBackendName() const override { return "pccl"; }
   bool supportsCoalescing() const override { return true; }
   void abort() override {
-    // Gloo is never freed then: it would wait for its threads, which wait for the rank that is gone, and so would the
-    // stream whose task has the last reference.
-    intrusive_ptr<Backend>(gloo_).release();
+    intrusive_ptr<Backend>(gloo_).release();  // freed by a stream, Gloo would wait there for the rank that is gone
     state_->abort();
   }
 
