@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
@@ -125,7 +126,7 @@ def listen_address(host: str, world: World) -> str:
 
 def _join_by_file(url: str, settings: RendezvousSettings) -> JobStore:
     """Join the ranks by a file that all nodes see, one for each session. Only its owner can read it."""
-    registry = FileRegistry(Path(f"{url.removeprefix('file://')}.{settings.session}"))
+    registry = FileRegistry(Path(f"{urlsplit(url).path}.{settings.session}"))
     address = settings.address or outward_address(TEST_NET_ADDRESS, 1)
     try:
         return join_by_registry(registry, settings, LOOPBACK if settings.world.num_nodes == 1 else address)

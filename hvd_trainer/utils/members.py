@@ -15,7 +15,7 @@ TOKEN_BYTES = 16
 HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")
 """First message of a connection: the token of the member that listens, and the number of the one that connects."""
 CHECK_S = 1.0
-MAX_STRANGERS = 256
+MAX_UNAUTHENTICATED = 256
 """Connections that have not sent the token yet, beyond as many as there are members. The oldest are closed."""
 
 
@@ -33,14 +33,14 @@ def accept_members(
         on_wait: called about every second, or more often; may raise to give up.
     """
     awaited, accepted = set(members), dict[int, socket.socket]()
-    strangers: list[socket.socket] = []
-    max_strangers = MAX_STRANGERS + len(awaited)
+    unauthenticated: list[socket.socket] = []
+    max_unauthenticated = MAX_UNAUTHENTICATED + len(awaited)
     listener.setblocking(False)
     try:
         while awaited:
-            ready = wait([listener, *strangers], CHECK_S)
-            for connection in [stranger for stranger in strangers if stranger in ready]:
-                strangers.remove(connection)
+            ready = wait([listener, *unauthenticated], CHECK_S)
+            for connection in [each for each in unauthenticated if each in ready]:
+                unauthenticated.remove(connection)
                 member = _receive_hello(connection, token)
                 if member in awaited:
                     awaited.discard(member)
@@ -48,13 +48,13 @@ def accept_members(
                 else:
                     connection.close()
             if listener in ready:
-                _accept(listener, strangers, max_strangers)
+                _accept(listener, unauthenticated, max_unauthenticated)
             on_wait()
     except BaseException:
-        strangers += accepted.values()
+        unauthenticated += accepted.values()
         raise
     finally:
-        for connection in strangers:
+        for connection in unauthenticated:
             connection.close()
     return accepted
 
@@ -68,15 +68,15 @@ def _receive_hello(connection: socket.socket, token: str) -> int | None:
     return None
 
 
-def _accept(listener: socket.socket, strangers: list[socket.socket], max_number: int) -> None:
+def _accept(listener: socket.socket, unauthenticated: list[socket.socket], max_number: int) -> None:
     """Add a connection to the others; close the oldest one if there are too many, or no descriptor is left."""
-    is_full = len(strangers) >= max_number
+    is_full = len(unauthenticated) >= max_number
     try:
         connection, _ = listener.accept()
         connection.setblocking(False)
-        strangers.append(connection)
+        unauthenticated.append(connection)
     except OSError as error:
-        is_full = bool(strangers)
+        is_full = bool(unauthenticated)
         pause_if_none_left(error)
     if is_full:
-        strangers.pop(0).close()
+        unauthenticated.pop(0).close()

@@ -42,7 +42,7 @@ from hvd_trainer.rendezvous.endpoint import (
 )
 from hvd_trainer.rendezvous.join import RendezvousSettings, join_by_registry
 from hvd_trainer.rendezvous.registry import FileRegistry, private_file
-from hvd_trainer.utils.members import HELLO, MAX_STRANGERS, accept_members, send_hello
+from hvd_trainer.utils.members import HELLO, MAX_UNAUTHENTICATED, accept_members, send_hello
 from hvd_trainer.utils.network import LOOPBACK
 
 pytestmark = pytest.mark.warm
@@ -333,10 +333,10 @@ def test_accept_members_closes_connections_whose_first_message_is_invalid() -> N
         assert accepted.result(10).keys() == {1, 2}
 
 
-def test_accept_members_hears_them_beside_silent_strangers() -> None:
+def test_accept_members_hears_them_beside_silent_clients() -> None:
     """Each stranger was waited for, one after the other."""
     with ExitStack() as stack, accepting(1) as (port, accepted):
-        first, *others = [connected(port, stack) for _ in range(MAX_STRANGERS + 5)]
+        first, *others = [connected(port, stack) for _ in range(MAX_UNAUTHENTICATED + 5)]
         assert first.recv(1) == b"", "the oldest is closed"
         send_hello(member := connected(port, stack), TOKEN, 1)
         member.sendall(b"more")
