@@ -126,10 +126,12 @@ def listen_address(host: str, world: World) -> str:
 
 def _join_by_file(url: str, settings: RendezvousSettings) -> JobStore:
     """Join the ranks by a file that all nodes see, one for each session. Only its owner can read it."""
-    registry = FileRegistry(Path(f"{urlsplit(url).path}.{settings.session}"))
+    path = Path(f"{urlsplit(url).path}.{settings.session}")
     address = settings.address or outward_address(TEST_NET_ADDRESS, 1)
+    address = LOOPBACK if settings.world.num_nodes == 1 else address
     try:
-        return join_by_registry(registry, settings, LOOPBACK if settings.world.num_nodes == 1 else address)
+        path.parent.stat()  # without the folder, all ranks but the first would wait for a file in it
+        return join_by_registry(FileRegistry(path), settings, address)
     except OSError as error:
         raise LaunchError(
             f"{settings.world} could not meet the others at {url}: {first_line(error)}. Name a new file in a "

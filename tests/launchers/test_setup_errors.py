@@ -233,10 +233,11 @@ def test_init_file_of_a_killed_job_is_ignored(tmp_path: Path) -> None:
     assert not left.exists()
 
 
-def test_init_file_in_a_missing_folder_is_named() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_init_file_in_a_missing_folder_is_named(rank: int) -> None:
     argv = digits_job.argv("ddp", extra=["--init-method", "file:///nowhere/meeting"])
     words = "could not meet the others at file:///nowhere/meeting: [Errno 2] No such file or directory"
-    expect_refusal("python", argv, words, env=digits_job.by_hand(0, 2))
+    expect_refusal("python", argv, words, env=digits_job.by_hand(rank, 2))
 
 
 # Several nodes, which this machine is not.
