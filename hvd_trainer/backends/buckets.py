@@ -56,7 +56,7 @@ class Bucket:
     """how many gradients of the step are not there yet"""
     number: int
     """among the buckets, the same on all ranks"""
-    sent: bool = False
+    is_launched: bool = False
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor], number: int, dtype: torch.dtype | None = None) -> Bucket:
@@ -91,7 +91,7 @@ class BucketExchange(ABC):
     """The reduction of buckets over ranks, as an engine computes it."""
 
     in_order: ClassVar[bool] = True
-    """whether ranks match buckets by the order in which they send them, instead of by their numbers"""
+    """whether ranks match buckets by the order in which they launch them, instead of by their numbers"""
 
     @property
     def is_over(self) -> bool:
@@ -99,22 +99,22 @@ class BucketExchange(ABC):
         return False
 
     @abstractmethod
-    def send(self, bucket: Bucket) -> None:
-        """Start to reduce a bucket, which is full, in place."""
+    def launch(self, bucket: Bucket) -> None:
+        """Start to all-reduce a bucket, which is full, in place."""
 
     @abstractmethod
-    def receive(self, bucket: Bucket) -> None:
-        """Wait until a bucket is reduced. All are waited for once they are sent, by their numbers."""
+    def wait(self, bucket: Bucket) -> None:
+        """Wait until a bucket is reduced. All are waited for once they are launched, by their numbers."""
 
 
 class GradientBuckets:
-    """Buckets that are sent in each step as soon as they, and in most engines those before them, are full.
+    """Buckets that are launched in each step as soon as they, and in most engines those before them, are full.
 
     Args:
         buckets: by their numbers.
         factor_before: multiplied before the reduction.
         factor_after: multiplied after it.
-        write: fills a bucket, of which gradients may be missing, before it is sent; None: `Bucket.fill` does.
+        write: fills a bucket, of which gradients may be missing, before it is launched; None: `Bucket.fill` does.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class GradientBuckets:
     ) -> None:
         self.buckets, self.exchange = buckets, exchange
         self._factor_before, self._factor_after, self._write = factor_before, factor_after, write
-        self._num_sent = 0
+        self._num_launched = 0
         # On several devices gradients are finished by several threads.
         self._lock = threading.Lock()
 
@@ -138,33 +138,33 @@ class GradientBuckets:
             bucket.missing -= 1
             if not self.exchange.in_order:
                 if not bucket.missing:
-                    self._send(bucket)
+                    self._launch(bucket)
                 return
-            while self._num_sent < len(self.buckets) and not self.buckets[self._num_sent].missing:
-                self._send(self.buckets[self._num_sent])
+            while self._num_launched < len(self.buckets) and not self.buckets[self._num_launched].missing:
+                self._launch(self.buckets[self._num_launched])
 
-    def _send(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         if self._write is None:
             bucket.fill(self._factor_before)
         else:
             self._write(bucket)
-        bucket.sent = True
-        self._num_sent += 1
-        self.exchange.send(bucket)
+        bucket.is_launched = True
+        self._num_launched += 1
+        self.exchange.launch(bucket)
 
-    def send_rest(self) -> None:
-        """Send the buckets of which backward left some parameter out."""
+    def launch_rest(self) -> None:
+        """Launch the buckets of which backward left some parameter out."""
         for bucket in self.buckets:
-            if not bucket.sent:
-                self._send(bucket)
+            if not bucket.is_launched:
+                self._launch(bucket)
 
-    def receive(self, store: Callable[[Bucket], None] = lambda bucket: None) -> None:
+    def wait(self, store: Callable[[Bucket], None] = lambda bucket: None) -> None:
         """Wait until all are reduced, call `store` with each, and begin the next step."""
-        self._num_sent = 0
+        self._num_launched = 0
         for bucket in self.buckets:
-            bucket.missing, bucket.sent = len(bucket.parameters), False
+            bucket.missing, bucket.is_launched = len(bucket.parameters), False
         for bucket in self.buckets:
-            self.exchange.receive(bucket)
+            self.exchange.wait(bucket)
             if self._factor_after != 1.0:
                 bucket.flat.mul_(self._factor_after)
             store(bucket)
@@ -172,8 +172,8 @@ class GradientBuckets:
     def abandon(self) -> None:
         """Forget the gradients of a step that has begun; the other ranks are not kept waiting for them."""
         if any(bucket.missing < len(bucket.parameters) for bucket in self.buckets):
-            self.send_rest()
-            self.receive()
+            self.launch_rest()
+            self.wait()
 
 
 class BucketReducer(Reducer):
@@ -284,8 +284,8 @@ class BucketReducer(Reducer):
                     self._write(parameter, view)
 
     def finish(self) -> None:
-        self._buckets.send_rest()
-        self._buckets.receive()
+        self._buckets.launch_rest()
+        self._buckets.wait()
         for gradient in self._gradients.values():
             gradient.passes_left, gradient.is_complete = self._passes, False
         if self._backward_order is not None:

@@ -72,14 +72,14 @@ class DDPBucketExchange(BucketExchange):
 
     def __init__(self, group: dist.ProcessGroup | None, compression: str) -> None:
         self._group, self._wire_format = group, WIRE_FORMATS[compression]
-        self._sent: dict[int, tuple[Any, Tensor]] = {}
+        self._launched: dict[int, tuple[Any, Tensor]] = {}
 
-    def send(self, bucket: Bucket) -> None:
+    def launch(self, bucket: Bucket) -> None:
         wire = bucket.flat if self._wire_format is None else bucket.flat.to(self._wire_format)
-        self._sent[bucket.number] = dist.all_reduce(wire, group=self._group, async_op=True), wire
+        self._launched[bucket.number] = dist.all_reduce(wire, group=self._group, async_op=True), wire
 
-    def receive(self, bucket: Bucket) -> None:
-        work, wire = self._sent.pop(bucket.number)
+    def wait(self, bucket: Bucket) -> None:
+        work, wire = self._launched.pop(bucket.number)
         work.wait()
         if wire is not bucket.flat:
             bucket.flat.copy_(wire)

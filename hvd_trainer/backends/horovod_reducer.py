@@ -50,16 +50,16 @@ class HorovodBucketExchange(BucketExchange):
         self._process_set = process_set
         # Horovod matches tensors of different ranks by name; one that is still on its way may not be reused.
         self._name = f"exchange.{next(_NUMBERS)}"
-        self._sent: dict[int, tuple[int, Any]] = {}
+        self._launched: dict[int, tuple[int, Any]] = {}
 
-    def send(self, bucket: Bucket) -> None:
+    def launch(self, bucket: Bucket) -> None:
         wire, context = self._compression.compress(bucket.flat)
         name = f"{self._name}.bucket.{bucket.number}"
         handle = self._hvd.allreduce_async_(wire, name=name, op=self._hvd.Sum, process_set=self._process_set)
-        self._sent[bucket.number] = handle, context
+        self._launched[bucket.number] = handle, context
 
-    def receive(self, bucket: Bucket) -> None:
-        handle, context = self._sent.pop(bucket.number)
+    def wait(self, bucket: Bucket) -> None:
+        handle, context = self._launched.pop(bucket.number)
         received = self._compression.decompress(self._waiter.result(handle), context)
         if received is not bucket.flat:
             bucket.flat.copy_(received)

@@ -74,20 +74,20 @@ class NegotiatedBuckets(BucketExchange):
     def __init__(self, process_set: ProcessSet, controller: Controller, names: Sequence[str], op: int) -> None:
         self._process_set, self._controller, self._names = process_set, controller, names
         self._op = Op.SUM if op == Op.AVERAGE else op
-        self._sent: dict[int, Operation] = {}
+        self._launched: dict[int, Operation] = {}
 
     @property
     def is_over(self) -> bool:
         """Whether operations have ended."""
         return self._controller.ended is not None
 
-    def send(self, bucket: Bucket) -> None:
+    def launch(self, bucket: Bucket) -> None:
         name = self._names[bucket.number]
         asked = Collective(Kind.ALLREDUCE, [bucket.flat], name, self._process_set, op=self._op)
-        self._sent[bucket.number] = asked.submit(in_place=True)
+        self._launched[bucket.number] = asked.submit(in_place=True)
 
-    def receive(self, bucket: Bucket) -> None:
-        self._sent.pop(bucket.number).outputs()
+    def wait(self, bucket: Bucket) -> None:
+        self._launched.pop(bucket.number).outputs()
 
 
 def propose(

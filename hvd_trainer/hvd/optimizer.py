@@ -235,13 +235,13 @@ class _GradientReducer(_BackwardPasses):
             if parameter not in self._place_of and parameter not in self._started:
                 self._start(parameter)
         for buckets in self._buckets:
-            buckets.send_rest()
+            buckets.launch_rest()
         waits, dense = self._started.values(), self._dense
         self._clear()
         for wait in waits:
             wait()
         for buckets in self._buckets:
-            buckets.receive(_store_all)
+            buckets.wait(_store_all)
         if dense and self.compression in (Compression.none, Compression.fp16, Compression.bf16):
             self._propose(dense)
 

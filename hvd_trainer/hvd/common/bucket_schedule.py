@@ -101,7 +101,7 @@ class BucketSchedule(BucketExchange):
         """Whether there is no further step, because a member has joined or operations have ended."""
         return self._has_left or self._is_last_step or self._owner.ended is not None
 
-    def send(self, bucket: Bucket) -> None:
+    def launch(self, bucket: Bucket) -> None:
         """Start to reduce the next bucket of this step, in place.
 
         Raises:
@@ -123,7 +123,7 @@ class BucketSchedule(BucketExchange):
     def _send_flags(self, flags: int) -> None:
         self._transport.mesh.send(bytes([flags]))
 
-    def receive(self, bucket: Bucket) -> None:
+    def wait(self, bucket: Bucket) -> None:
         """Wait until a bucket of this step is reduced.
 
         Raises:

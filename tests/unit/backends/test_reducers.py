@@ -43,11 +43,11 @@ class Exchange(BucketExchange):
         self.sent: list[Any] = []
         self.sizes: list[int] = []
 
-    def send(self, bucket: Bucket) -> None:
+    def launch(self, bucket: Bucket) -> None:
         self.sent.append(bucket.flat.clone())
         self.sizes.append(len(bucket.parameters))
 
-    def receive(self, bucket: Bucket) -> None:
+    def wait(self, bucket: Bucket) -> None:
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             assert parameter.grad is view
             assert view.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
@@ -104,11 +104,11 @@ def test_buckets_go_in_order_where_ranks_match_them_by_it(in_order: bool) -> Non
         gradients.add(buckets[number])
         assert [len(flat) - 1 for flat in exchange.sent] == sent
     buckets[3].parameters[0].grad = None
-    gradients.send_rest()
+    gradients.launch_rest()
     assert [flat.tolist() for flat in exchange.sent[2:]] == [[2.0] * 3, [0.0] * 4]
     reduced: list[list[float]] = []
-    exchange.receive = lambda bucket: None  # type: ignore[method-assign]
-    gradients.receive(lambda bucket: reduced.append(bucket.flat.tolist()))
+    exchange.wait = lambda bucket: None  # type: ignore[method-assign]
+    gradients.wait(lambda bucket: reduced.append(bucket.flat.tolist()))
     assert reduced == [[6.0], [6.0] * 2, [6.0] * 3, [0.0] * 4]
     gradients.abandon()
     assert len(exchange.sent) == 4, "no step has begun"
