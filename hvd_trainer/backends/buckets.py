@@ -1,17 +1,20 @@
 """Average gradients in buckets that are laid out as DDP's, for an engine that has none of its own.
 
-Floating-point sums depend on their order, and a ring all-reduce adds the parts of a buffer in different orders.
-Two engines give the same bits only if they lay the gradients out alike. So the layout here is DDP's: one flat
-buffer per bucket, assigned by the same PyTorch function, at first in the order of the parameters and from the
-second exchange on in the order in which backward finished them.
+Floating-point sums depend on their order. A ring all-reduce adds the ranks' values in an order that depends on
+where in the buffer they are, which shows from three ranks on. So two runs give the same bits only if they lay the
+gradients out alike: on both engines, in each step, and before and after a resume. The layout here depends on the
+parameters alone, and is final from the first step on: one flat buffer per bucket, filled from the last parameter
+to the first, about as backward finishes their gradients.
 
     backward    fc2  fc1  conv2 | conv1          gradients are written into their places, times 1/n
     buckets     [fc2 fc1 conv2]   [conv1]        a full bucket is sent while backward goes on
+
+(PyTorch's DDP has one bucket in its first step, and lays out others then in the order that backward has shown. A
+process that resumes would begin with the one bucket again, and give other bits: `ddp.FinalLayout`.)
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -78,7 +81,7 @@ class Bucket:
 class _Gradient:
     """One parameter's gradient in a step. A step of 10,000 tensors looks up nothing by tensor, which is slow."""
 
-    parameter: nn.Parameter
+    parameter: Tensor
     bucket: Bucket
     view: Tensor
     """its place in the bucket"""
@@ -185,8 +188,8 @@ class BucketReducer(Reducer):
         num_ranks: how many ranks have the module. Gradients are multiplied by 1/num_ranks, so that their sum over
             ranks is the mean.
         limit_bytes: a bucket is closed when it has reached this size.
-        reorder: lay the buckets out anew after the first exchange, in the order that backward showed. (DDP does
-            not where parameters may go unused, and neither may we then.)
+        find_unused_parameters: whether parameters may get no gradient. DDP adds sizes up from the first parameter
+            on then, not from the last one.
         passes: how many backward passes add to a gradient before it is sent.
         exclude: parameters whose gradients are not averaged here.
 
@@ -201,35 +204,33 @@ class BucketReducer(Reducer):
         *,
         num_ranks: int,
         limit_bytes: int,
-        reorder: bool = True,
+        find_unused_parameters: bool = False,
         passes: int = 1,
         exclude: Iterable[Tensor] = (),
     ) -> None:
-        self._module, self._exchange, self._factor = module, exchange, 1.0 / num_ranks
-        self._limit_bytes, self._passes = limit_bytes, passes
+        self._module, self._factor = module, 1.0 / num_ranks
+        self._passes = passes
         excluded = set(exclude)
         self._parameters = [p for p in module.parameters() if p.requires_grad and p not in excluded]
         # A CPU has a gradient that is just finished in its cache. On an accelerator, starting an operation costs
         # more than most of them take: there a full bucket is written by two.
         self._writes_at_once = all(accelerator.is_host(p.device) for p in self._parameters)
-        self._backward_order: list[nn.Parameter] | None = [] if reorder else None
         self._enabled = True
         self._gradients: dict[Tensor, _Gradient] = {}
-        first_limit = sys.maxsize if reorder else limit_bytes
-        assignment = assign(self._parameters, [first_limit])
-        self._lay_out([[self._parameters[i] for i in bucket] for bucket in reversed(assignment)])
+        if find_unused_parameters:
+            order, assignment = self._parameters, assign(self._parameters, [limit_bytes])[::-1]
+        else:
+            order = self._parameters[::-1]
+            assignment = assign(order, [limit_bytes], range(len(order)))
+        buckets = [Bucket.of([order[i] for i in group], number) for number, group in enumerate(assignment)]
+        self._buckets = GradientBuckets(buckets, exchange, write=self._write_rest)
+        for bucket in buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                self._gradients[parameter] = _Gradient(parameter, bucket, view, passes)
         self._hooks = [
             gradient.parameter.register_post_accumulate_grad_hook(partial(self._collect, gradient))
             for gradient in self._gradients.values()
         ]
-
-    def _lay_out(self, groups: list[list[nn.Parameter]]) -> None:
-        buckets = [Bucket.of(group, number) for number, group in enumerate(groups)]
-        self._buckets = GradientBuckets(buckets, self._exchange, write=self._write_rest)
-        for bucket, group in zip(buckets, groups, strict=True):
-            for parameter, view in zip(group, bucket.views, strict=True):
-                gradient = self._gradients.setdefault(parameter, _Gradient(parameter, bucket, view, self._passes))
-                gradient.bucket, gradient.view = bucket, view
 
     def set_enabled(self, enabled: bool) -> None:
         self._enabled = enabled
@@ -243,8 +244,6 @@ class BucketReducer(Reducer):
         gradient.passes_left -= 1
         if gradient.passes_left > 0:
             return
-        if self._backward_order is not None:
-            self._backward_order.append(gradient.parameter)
         gradient.is_complete = True
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise BackendError(
@@ -288,16 +287,6 @@ class BucketReducer(Reducer):
         self._buckets.wait()
         for gradient in self._gradients.values():
             gradient.passes_left, gradient.is_complete = self._passes, False
-        if self._backward_order is not None:
-            order, self._backward_order = self._backward_order, None
-            if len(order) == len(self._parameters):
-                self._lay_out_anew(order)
-
-    def _lay_out_anew(self, order: list[nn.Parameter]) -> None:
-        """Lay the buckets out in the order in which backward finished the gradients."""
-        numbers = {p: i for i, p in enumerate(self._parameters)}
-        assignment = assign(order, [self._limit_bytes], [numbers[p] for p in order])
-        self._lay_out([[self._parameters[i] for i in bucket] for bucket in assignment])
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -208,14 +208,14 @@ class HorovodBackend(Backend):
         return model
 
     def _make_reducer(self, model: nn.Module) -> Reducer:
-        sparse, reorder = sparse_parameters(model), not self.options.find_unused_parameters
+        sparse, find_unused = sparse_parameters(model), self.options.find_unused_parameters
         dense = self._make_bucket_reducer(
-            model, self._hvd.global_process_set, exclude=sparse.values(), reorder=reorder
+            model, self._hvd.global_process_set, exclude=sparse.values(), find_unused_parameters=find_unused
         )
         if not sparse:
             return dense
         agree = functools.partial(self.collectives.all_reduce, op="max")
-        agree_if_needed = agree if self.options.find_unused_parameters else None
+        agree_if_needed = agree if find_unused else None
         return HorovodSparseReducer(self._hvd, self.collectives.waiter, sparse, dense, agree_if_needed)
 
     def _make_bucket_reducer(self, module: nn.Module, process_set: Any, **how: Any) -> BucketReducer:

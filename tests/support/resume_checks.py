@@ -14,15 +14,15 @@ import torch
 from peak_memory import PeakMemory
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
-from trainings import StopAfter, StoppedError, options_of
+from trainings import StopAfter, StoppedError, digest, options_of
 
 from hvd_trainer import TensorData, Trainer, accuracy
 from hvd_trainer.checkpoint.manager import CheckpointManager
 from hvd_trainer.data import DataShard
 from hvd_trainer.utils.tensors import local_rows, tensors_in
 
-NUM, GLOBAL_BATCH, EPOCHS = 108, 16, 3  # 7 steps per epoch, the last one short
-ODD = 107  # and one sample is trained on twice, or in a stream left out
+NUM, GLOBAL_BATCH, EPOCHS = 108, 24, 3  # 5 steps per epoch, the last one short
+ODD = 107  # and one sample is trained on twice, or in a stream some are left out
 
 
 class Numbered(nn.Module):
@@ -173,16 +173,72 @@ def fingerprint(state: Any) -> str:
 
 
 def interrupted_and_not(backend: str, folder: str) -> tuple[int, dict[str, tuple[Any, Any]]]:
-    """Train each set-up undisturbed, and stopped 2 steps after a save inside the second epoch and resumed."""
+    """Train each set-up undisturbed, and stopped a step after a save inside the second epoch and resumed."""
     found, rank = {}, 0
     for number, (name, setup) in enumerate(SETUPS.items()):
         place = Path(folder) / f"{backend}-{number}"
         whole = run(backend, str(place / "whole"), setup)
-        run(backend, str(place / "parts"), setup, save_every_steps=9, stop_after=11)
+        run(backend, str(place / "parts"), setup, save_every_steps=7, stop_after=8)
         resumed = run(backend, str(place / "parts"), setup, resume="auto")
         found[name] = whole, resumed
         rank = whole["rank"]
     return rank, found
+
+
+class Crossed(nn.Module):
+    """Layers that stand in another order than they run in; which of two branches runs depends on the batch."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.last = nn.Linear(11, 3)
+        self.left, self.right = nn.Linear(13, 11), nn.Linear(13, 11)
+        self.middle = nn.Linear(17, 13)
+        self.first = nn.Linear(6, 17)
+        self.branches = branches
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.middle(self.first(inputs[:, 1:]).tanh()).tanh()
+        if not self.branches:
+            return self.last((self.left(hidden) * self.right(hidden)).tanh())
+        branch = self.left if int(inputs[0, 0]) % 2 else self.right
+        return self.last(branch(hidden).tanh())
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "accumulation": {"accumulate": 2},
+    "sharded optimizer": {"shard": "optimizer"},
+    "unused parameters": {"find_unused_parameters": True},
+}
+STEPS = 6
+
+
+def resumed_after_each_step(backend: str, folder: str) -> tuple[int, dict[str, list[str]]]:
+    """Train two epochs of three steps in several buckets, and resume after each of the steps.
+
+    Returns:
+        By the way to train, digests of the weights of the undisturbed run, and of those that resume after a step.
+    """
+    results: dict[str, list[str]] = {}
+    rank = 0
+
+    def train(way: dict[str, Any], folder: Path, **part: Any) -> str:
+        nonlocal rank
+        chosen = {"epochs": 2, "global_batch_size": 48, "bucket_mb": 0.0005, **way, **part}
+        with Trainer(options_of(backend, log_dir=str(folder), **chosen)) as trainer:
+            rank = trainer.world.rank
+            model = Crossed(branches=bool(way.get("find_unused_parameters")))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            trainer.fit(model, optimizer, nn.functional.cross_entropy, TensorData(*tensors(NUM)))
+            return digest(model.state_dict())
+
+    for name, way in WAYS.items():
+        place = Path(folder) / name
+        results[name] = [train(way, place / "whole")]
+        for step in range(1, STEPS):
+            train(way, place / f"{step}", max_steps=step)
+            results[name].append(train(way, place / f"{step}", resume="auto"))
+    return rank, results
 
 
 WIDTH = 2830
