@@ -10,7 +10,7 @@ to the first, about as backward finishes their gradients.
     buckets     [fc2 fc1 conv2]   [conv1]        a full bucket is sent while backward goes on
 
 (PyTorch's DDP has one bucket in its first step, and lays out others then in the order that backward has shown. A
-process that resumes would begin with the one bucket again, and give other bits: `ddp.FinalLayout`.)
+process that resumes would begin with the one bucket again, and give other bits: `ddp_layout`.)
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from hvd_trainer.backends import process_group
 from hvd_trainer.backends.base import Backend, ReplicaGrouping
 from hvd_trainer.backends.buckets import BucketReducer
 from hvd_trainer.backends.ddp_collectives import DDPBucketExchange, DDPCollectives
+from hvd_trainer.backends.ddp_layout import FinalLayout
 from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.unused_parameters import check_unused
 from hvd_trainer.errors import BackendError, OptionError
@@ -38,25 +39,6 @@ SET_BY_OPTIONS = {
     *("find_unused_parameters", "broadcast_buffers", "forward_sync_buffers"),
 }
 """Arguments of `DistributedDataParallel` that the engine sets."""
-
-
-class FinalLayout(DistributedDataParallel):
-    """DDP with the buckets of its later steps in the first one, too: from the last parameter to the first.
-
-    PyTorch lays the buckets out in the first forward after a backward, in the order in which that has finished the
-    gradients (`Reducer::rebuild_buckets`), and sums depend on the layout. So a process that resumes would make its
-    first step with another order of sums than one that was not interrupted. This needs DDP where it would do so:
-    without `find_unused_parameters`, or with `static_graph`.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
-
-    def _build_params_for_reducer(self) -> Any:
-        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        return parameters[::-1], expect_sparse[::-1]
 
 
 class DDPBackend(Backend):
@@ -154,15 +136,13 @@ class DDPBackend(Backend):
     def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         # Buffers: see Backend.average_buffers.
         kwargs: dict[str, Any] = {BUFFERS_IN_FORWARD: False, "gradient_as_bucket_view": True, **self._ddp_kwargs}
-        find_unused = self.options.find_unused_parameters
-        lays_out_again = not find_unused or bool(kwargs.get("static_graph"))
-        ddp = (FinalLayout if lays_out_again else DistributedDataParallel)(
+        ddp = FinalLayout(
             model,
             # Batches are on the device already; with `device_ids` each forward would check that.
             device_ids=None,
             init_sync=False,  # `prepare` has made the models equal
             bucket_cap_mb=self.options.bucket_mb,
-            find_unused_parameters=find_unused,
+            find_unused_parameters=self.options.find_unused_parameters,
             **kwargs,
         )
         self._compress(ddp)

@@ -30,7 +30,7 @@ from hvd_trainer.measure.failure_reason import why_no_step
 from hvd_trainer.measure.figures import RANKS_DIFFER, read_figures
 from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.measure.machine import Ran
-from hvd_trainer.measure.measured import MeasuredTrial
+from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial
 from hvd_trainer.measure.own_files import describe_outside, in_own_folder, written_outside
 from hvd_trainer.measure.recorders import MARK
 from hvd_trainer.measure.report import Bar, Bars, Report, Table, Verdict
@@ -38,6 +38,15 @@ from hvd_trainer.measure.start import Start, find_processes, launched, locked_fo
 from hvd_trainer.measure.steps import FIRST_STEP
 from hvd_trainer.utils.text import COMMAND, plural
 
+SAME_SUMS = ("--bucket-mb", "25", "--fusion-threshold-mb", "0")
+"""Options of `run` with which the order of a script's sums depends neither on timing nor on its number of steps."""
+TWO_RANKS = (
+    "two ranks cannot show the order in which values are added (a + b = b + a): if the job has more, type -np 3"
+)
+ORDER_OF_SUMS = (
+    f"in both runs a script's gradients were added in one order (`{COMMAND} run {' '.join(SAME_SUMS)}`): without, three "
+    "ranks or more give other last bits after a resume; a job on the Trainer needs neither"
+)
 END_S, AFTER_KILL_S, SETTLE_S, POLL_S = 3600.0, 180.0, 45.0, 0.005
 
 
@@ -57,8 +66,8 @@ class Options:
     """how many"""
     backend: Literal["horovod", "ddp"] = "horovod"
     """the engine"""
-    np: Annotated[int, Ge(1)] = 2
-    """ranks"""
+    np: Annotated[int, Ge(1)] = 3
+    """ranks, as many as the job has; two cannot show the order of sums"""
     seed: int = 0
     """of moments and victims"""
     keep: bool = False
@@ -95,7 +104,12 @@ class Script:
         """
         place.mkdir(parents=True)
         trial = MeasuredTrial(
-            job=self.job, engine=self.engine, ranks=self.ranks, endless=False, record={"hold": hold}
+            job=self.job,
+            engine=self.engine,
+            ranks=self.ranks,
+            run_options=(*SAME_NUMBERS, *SAME_SUMS),
+            endless=False,
+            record={"hold": hold},
         )
         return in_own_folder(trial.start(place), place.parent)
 
@@ -160,6 +174,7 @@ class Campaign(NamedTuple):
     """that were left after the last kill"""
     same: bool
     """whether both have trained the same weights"""
+    ranks: int
 
     def report(self, ran: Ran) -> Report:
         """Return what it proves."""
@@ -198,6 +213,7 @@ class Campaign(NamedTuple):
                 f"after the last kill: {plural(self.last_steps, 'step')} to the end",
                 f"recovery, from a start to its first step: median {median(self.recoveries_s):.1f} s, "
                 f"maximum {max(self.recoveries_s):.1f} s",
+                TWO_RANKS if self.ranks == 2 else ORDER_OF_SUMS,
             ],
         )
 
@@ -231,7 +247,7 @@ def verify(script: Script, *, kills: int, draw: random.Random, folder: Path) -> 
             f"train longer, or type fewer --kills), and load at its start what it has saved"
         )
     same = disturbed["weights"] == undisturbed["weights"] != RANKS_DIFFER
-    return Campaign(killed, [*(run.first_step_s for run in killed[1:]), last_s], again, same)
+    return Campaign(killed, [*(run.first_step_s for run in killed[1:]), last_s], again, same, script.ranks)
 
 
 def main(argv: Sequence[str]) -> int:

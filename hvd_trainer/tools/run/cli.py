@@ -56,7 +56,8 @@ class Options:
     threads: Annotated[int | None, Ge(1)] = None
     """CPU threads of each rank (OMP_NUM_THREADS); None: as that and the launcher say"""
     bucket_mb: Annotated[float | None, Gt(0)] = None
-    """size of the buckets of DistributedDataParallel, whatever the script says; None: as it says"""
+    """size of the buckets of DistributedDataParallel, whatever the script says; they are laid out once, so that a
+    script that resumes adds gradients up in the same order. None: as the script and PyTorch do"""
     exactly_horovod: bool = False
     """on ddp, too, take the step on gradients of zero that Horovod's broadcast_optimizer_state takes with a new
     optimizer, and let DistributedOptimizer forget the optimizer's state: for Horovod's own numbers"""

@@ -18,7 +18,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -158,19 +158,13 @@ def _attach_hvd(module: ModuleType, script: ScriptEngine) -> None:
 
 
 def _set_buckets(module: ModuleType, bucket_mb: float) -> None:
-    assign, most_bytes = module.dist._compute_bucket_assignment_by_size, int(bucket_mb * 2**20)
-
-    def fill(tensors: Any, limits: Sequence[int], *more: Any) -> Any:
-        return assign(tensors, [min(limit, most_bytes) for limit in limits], *more)
-
     def init(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        from hvd_trainer.backends.ddp_layout import lay_out_once
+
         given = inspect.signature(original).bind(*args, **kwargs)
         given.arguments["bucket_cap_mb"] = bucket_mb
-        module.dist._compute_bucket_assignment_by_size = fill  # else the first step has one bucket for all
-        try:
-            original(*given.args, **given.kwargs)
-        finally:
-            module.dist._compute_bucket_assignment_by_size = assign
+        given.arguments.pop("bucket_cap_mb_list", None)
+        lay_out_once(original, given)
 
     wrap("__init__", init, module.DistributedDataParallel)
 
