@@ -39,13 +39,13 @@ from hvd_trainer.measure.steps import FIRST_STEP
 from hvd_trainer.utils.text import COMMAND, plural
 
 SAME_SUMS = ("--bucket-mb", "25", "--fusion-threshold-mb", "0")
-"""Options of `run` with which the order of a script's sums depends neither on timing nor on its number of steps."""
+"""Options of `run` with which the order of a script's sums depends neither on timing nor on its steps so far."""
 TWO_RANKS = (
     "two ranks cannot show the order in which values are added (a + b = b + a): if the job has more, type -np 3"
 )
 ORDER_OF_SUMS = (
-    f"in both runs a script's gradients were added in one order (`{COMMAND} run {' '.join(SAME_SUMS)}`): without, three "
-    "ranks or more give other last bits after a resume; a job on the Trainer needs neither"
+    f"in both runs a script's gradients were added in one order (`{COMMAND} run {' '.join(SAME_SUMS)}`); without, "
+    "three ranks or more give other last bits after a resume. A job on the Trainer needs no option for that"
 )
 END_S, AFTER_KILL_S, SETTLE_S, POLL_S = 3600.0, 180.0, 45.0, 0.005
 
