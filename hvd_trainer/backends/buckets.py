@@ -192,6 +192,7 @@ class BucketReducer(Reducer):
             on then, not from the last one.
         passes: how many backward passes add to a gradient before it is sent.
         exclude: parameters whose gradients are not averaged here.
+        blocks: parts of the module, in order, that share no bucket; None: one part.
 
     Raises:
         BackendError: inside backward, if it adds more often to a gradient: it may be on its way already.
@@ -207,22 +208,21 @@ class BucketReducer(Reducer):
         find_unused_parameters: bool = False,
         passes: int = 1,
         exclude: Iterable[Tensor] = (),
+        blocks: Iterable[nn.Module] | None = None,
     ) -> None:
         self._module, self._factor = module, 1.0 / num_ranks
         self._passes = passes
         excluded = set(exclude)
-        self._parameters = [p for p in module.parameters() if p.requires_grad and p not in excluded]
+        groups: list[list[Tensor]] = []
+        for part in [*(blocks or [module])][::-1]:
+            parameters = [p for p in part.parameters() if p.requires_grad and p not in excluded]
+            groups += _lay_out(parameters, limit_bytes, find_unused_parameters)
         # A CPU has a gradient that is just finished in its cache. On an accelerator, starting an operation costs
         # more than most of them take: there a full bucket is written by two.
-        self._writes_at_once = all(accelerator.is_host(p.device) for p in self._parameters)
+        self._writes_at_once = all(accelerator.is_host(p.device) for group in groups for p in group)
         self._enabled = True
         self._gradients: dict[Tensor, _Gradient] = {}
-        if find_unused_parameters:
-            order, assignment = self._parameters, assign(self._parameters, [limit_bytes])[::-1]
-        else:
-            order = self._parameters[::-1]
-            assignment = assign(order, [limit_bytes], range(len(order)))
-        buckets = [Bucket.of([order[i] for i in group], number) for number, group in enumerate(assignment)]
+        buckets = [Bucket.of(group, number) for number, group in enumerate(groups)]
         self._buckets = GradientBuckets(buckets, exchange, write=self._write_rest)
         for bucket in buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
@@ -292,6 +292,14 @@ class BucketReducer(Reducer):
         for hook in self._hooks:
             hook.remove()
         del self._buckets  # which hold this object
+
+
+def _lay_out(parameters: Sequence[Tensor], limit_bytes: int, find_unused_parameters: bool) -> list[list[Tensor]]:
+    """Return the parameters of each bucket, as of the DDP of `ddp_layout`."""
+    if find_unused_parameters:
+        return [[parameters[i] for i in bucket] for bucket in assign(parameters, [limit_bytes])[::-1]]
+    order = parameters[::-1]
+    return [[order[i] for i in bucket] for bucket in assign(order, [limit_bytes], range(len(order)))]
 
 
 def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -88,12 +88,11 @@ class StagePlacement(ModelPlacement):
         self._mine = {number: self._blocks(model, number) for number in own}
         drop_other_state(optimizer, self.owns)
         load_in_place(optimizer, optimizer.state_dict())  # moves it to the parameters' devices
-        stage = nn.ModuleList(self._mine.values())
+        blocks = [block for part in self._mine.values() for block in part.blocks]
         if self._fsdp is None:
-            backend.prepare_stage(stage, passes=options.num_chunks, exchange=self._exchange)
+            backend.prepare_blocks(blocks, passes=options.num_chunks, exchange=self._exchange)
         else:
-            blocks = [block for part in self._mine.values() for block in part.blocks]
-            self._fsdp.shard(list(stage), blocks, optimizer)
+            self._fsdp.shard([*self._mine.values()], blocks, optimizer)
         backend.set_parameter_names(model)
         self._shard_optimizer(optimizer)
         return model, optimizer

@@ -359,6 +359,20 @@ def test_stages_change_no_bit_of_two_replicas(backend: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ENGINES)
+def test_stages_change_no_bit_of_three_replicas(backend: str) -> None:
+    """A stage had its parameters in one message, in which the order of sums depended on the cut."""
+    usual: dict[str, Any] = {"global_batch_size": 18, "dropout": 0.0}
+    cuts = {
+        f"stages, {cut}": {"parallel": {**CUT, "stages": 2, "balance": cut}, **usual} for cut in ("1,5", "4,2")
+    }
+    in_stages = run_ranks(run_all, num_processes=6, args=(backend, cuts))[0]
+    whole = {"parallel": CUT, **usual}
+    alone = run_ranks(run_all, num_processes=3, args=("ddp", {"whole": whole}))[0]["whole"]
+    for cut in in_stages.values():
+        same(cut, alone)
+
+
+@pytest.mark.parametrize("backend", ENGINES)
 def test_devices_change_no_bit(backend: str) -> None:
     """CPUs stand for devices: tested are the order of the work, and the exchange of what is in several places."""
     alone = trained("single", 1)[0]
@@ -471,7 +485,8 @@ def test_activation_checkpointing_changes_no_bit() -> None:
 def interrupted_and_not(shape: tuple[str, int, dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Train to the end, and again in two parts; return the results per rank."""
     backend, size, parallel = shape
-    usual, parts = {"parallel": parallel, "max_norm": None}, {"log_dir": str(folder)}
+    usual: dict[str, Any] = {"parallel": parallel, "max_norm": None, "global_batch_size": 18}
+    parts = {"log_dir": str(folder)}
     runs = {
         "whole": usual,
         "first part": {**usual, **parts, "save_every_steps": 5, "stop_after": 7},
@@ -482,14 +497,14 @@ def interrupted_and_not(shape: tuple[str, int, dict[str, Any]], folder: Path) ->
 
 SAVED: list[tuple[str, int, dict[str, Any]]] = [
     ("ddp", 2, {"stages": 2, "chunks": 3}),
-    ("horovod", 4, {"stages": 2, "chunks": 3, "shard": "optimizer"}),
-    ("ddp", 2, {"shard": "optimizer"}),
-    ("horovod", 2, {"shard": "optimizer"}),
-    ("ddp", 4, {"shard": "full"}),
-    ("ddp", 4, {"stages": 2, "chunks": 3, "shard": "full"}),
-    ("horovod", 2, {}),
+    ("horovod", 6, {"stages": 2, "chunks": 3, "shard": "optimizer"}),
+    ("ddp", 3, {"shard": "optimizer"}),
+    ("horovod", 3, {"shard": "optimizer"}),
+    ("ddp", 3, {"shard": "full"}),
+    ("ddp", 6, {"stages": 2, "chunks": 3, "shard": "full"}),
     ("single", 1, {}),
 ]
+"""Engines, ranks and options: three replicas, as two hide in which order values are added."""
 
 
 @requires("horovod")
