@@ -30,7 +30,7 @@ from hvd_trainer.measure.failure_reason import why_no_step
 from hvd_trainer.measure.figures import RANKS_DIFFER, read_figures
 from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.measure.machine import Ran
-from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial
+from hvd_trainer.measure.measured import SAME_NUMBERS, SAME_SUMS, MeasuredTrial
 from hvd_trainer.measure.own_files import describe_outside, in_own_folder, written_outside
 from hvd_trainer.measure.recorders import MARK
 from hvd_trainer.measure.report import Bar, Bars, Report, Table, Verdict
@@ -38,14 +38,12 @@ from hvd_trainer.measure.start import Start, find_processes, launched, locked_fo
 from hvd_trainer.measure.steps import FIRST_STEP
 from hvd_trainer.utils.text import COMMAND, plural
 
-SAME_SUMS = ("--bucket-mb", "25", "--fusion-threshold-mb", "0")
-"""Options of `run` with which the order of a script's sums depends neither on timing nor on its steps so far."""
 TWO_RANKS = (
     "two ranks cannot show the order in which values are added (a + b = b + a): if the job has more, type -np 3"
 )
 ORDER_OF_SUMS = (
-    f"in both runs a script's gradients were added in one order (`{COMMAND} run {' '.join(SAME_SUMS)}`); without, "
-    "three ranks or more give other last bits after a resume. A job on the Trainer needs no option for that"
+    f"in both runs each gradient of a script was a message of its own (`{COMMAND} run {' '.join(SAME_SUMS)}`); without, "
+    "three ranks or more add values in another order after a resume. A job on the Trainer needs no option for that"
 )
 END_S, AFTER_KILL_S, SETTLE_S, POLL_S = 3600.0, 180.0, 45.0, 0.005
 

@@ -101,7 +101,7 @@ TYPED_ELSEWHERE = {
     "source .venv/bin/activate": ("Makefile", "-m venv"),
     "pip install -c constraints.txt .": ("Makefile", "install -c constraints.txt"),
     "hvd-trainer install-horovod": ("test_install_horovod.py", '"install-horovod"'),
-    "hvd-trainer verify-resume -np 2 --kills 12 -- train.py --snapshot snapshot.pt": (
+    "hvd-trainer verify-resume -np 3 --kills 12 -- train.py --snapshot snapshot.pt": (
         *("test_verify_resume.py", '"verify-resume"'),
     ),
     "torchrun --max-restarts 3 --nproc-per-node 4 -m hvd_trainer.mnist --reproducible 4 --log-dir runs/again": (
@@ -112,6 +112,9 @@ TYPED_ELSEWHERE = {
     **dict.fromkeys(
         (command for command in documents.commands() if command.endswith("run --backend ddp -- train.py")),
         ("test_hvd_elastic.py", '"--max-restarts"'),
+    ),
+    "hvd-trainer run -np 3 --bucket-mb 25 --fusion-threshold-mb 0 -- train.py": (
+        *("test_verify_resume.py", "test_verify_resume_kills_a_script_and_its_launcher"),
     ),
     "python -m hvd_trainer run -np 2 --exactly-horovod --backend ddp -- train.py": (
         *("test_run.py", '"--exactly-horovod"'),

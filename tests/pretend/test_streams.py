@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import device_checks
 import pytest
 import small_mnist
 from combinations import case, each_pair
@@ -36,7 +37,8 @@ def test_device_is_as_a_gpu() -> None:
 @pytest.mark.parametrize("name", [case(name, when="long" if name in LONG else "") for name in RULES])
 def test_rule(name: str, tmp_path: Path) -> None:
     rule = RULES[name]
-    run_ranks(rule.check, num_processes=rule.ranks, args=rule.in_folder(tmp_path), timeout_s=300)
+    ranks = 3 if rule.check is device_checks.resume else rule.ranks  # two hide in which order values are added
+    run_ranks(rule.check, num_processes=ranks, args=rule.in_folder(tmp_path), timeout_s=300)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ PLAIN: dict[int, str] = {}
     ("engine", "names", "orders", "ranks"),
     [
         case("single", ("plain", "fp16", "clipped"), LATE, 1),
-        case("ddp", SHORT, LATE, 2),
-        case("horovod", SHORT, LATE, 2),
+        case("ddp", SHORT, LATE, 3),
+        case("horovod", SHORT, LATE, 3),
         case("ddp", None, ALL, 2, when="long"),
         case("horovod", None, ALL, 2, when="long"),
         case("ddp", SHORT, LATE, 4, when="long"),

@@ -156,7 +156,7 @@ KILLED = [
     # With dropout and warm-up.
     case(
         f"{DIGITS} --batch-size 64 --epochs 16 --lr-scaling linear --warmup-epochs 1.5",
-        *(("horovod", 2), ("ddp", 2), ("ddp", 2)),
+        *(("horovod", 3), ("ddp", 3), ("ddp", 3)),
     ),
     # Two ranks are the reference for four.
     case(

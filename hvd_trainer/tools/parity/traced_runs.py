@@ -9,15 +9,12 @@ from typing import Any, NamedTuple
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import read_backends
-from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial
+from hvd_trainer.measure.measured import SAME_NUMBERS, SAME_SUMS, MeasuredTrial
 from hvd_trainer.measure.trials import JobTrial, RunRecord, TrialRunner
 from hvd_trainer.tools.parity.traces import VERSIONS, Trace, read_trace
 from hvd_trainer.utils.text import plural
 
 ENGINES = ("horovod", "ddp", "single")
-SAME_SUMS = ("--fusion-threshold-mb", "0", "--bucket-mb", "1e-6")
-"""Options of `run` that make each gradient a message of its own: from three ranks on, the order in which Gloo adds
-up an element depends on its place in the message, and Horovod packs gradients as they come."""
 
 
 class Side(NamedTuple):
