@@ -24,8 +24,8 @@ SAME_NUMBERS = ("--exactly-horovod",)
 """Options of `run` with which a script for Horovod computes the same on both engines."""
 SAME_SUMS = ("--fusion-threshold-mb", "0", "--bucket-mb", "1e-6")
 """Options of `run` that make each gradient of a script a message of its own. From three ranks on, the order in
-which Gloo adds up an element depends on its place in the message, Horovod packs gradients as they come, and DDP lays
-out other messages after its first step."""
+which Gloo adds up an element depends on its place in the message, Horovod packs gradients as they come, and DDP
+lays out other messages after its first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
