@@ -42,8 +42,8 @@ TWO_RANKS = (
     "two ranks cannot show the order in which values are added (a + b = b + a): if the job has more, type -np 3"
 )
 ORDER_OF_SUMS = (
-    f"in both runs each gradient of a script was a message of its own (`{COMMAND} run {' '.join(SAME_SUMS)}`); without, "
-    "three ranks or more add values in another order after a resume. A job on the Trainer needs no option for that"
+    f"in both runs each gradient of a script was a message of its own (`{COMMAND} run {' '.join(SAME_SUMS)}`); "
+    "without, three ranks or more add values in another order after a resume. A job on the Trainer needs no option"
 )
 END_S, AFTER_KILL_S, SETTLE_S, POLL_S = 3600.0, 180.0, 45.0, 0.005
 
