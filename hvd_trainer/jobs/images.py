@@ -26,6 +26,9 @@ CLASSES = 10
 DIGITS = Path(__file__).parent / "digits/digits.csv.gz"
 STAND_IN_TIMES = 12
 """How often an epoch trains on each of the digits in MNIST's place: on 4 ranks once would be 3 steps."""
+SPLITS = ("train", "t10k")
+IMAGES, LABELS = "{}-images-idx3-ubyte", "{}-labels-idx1-ubyte"
+"""Names of MNIST's files, by the split."""
 RAW = "MNIST/raw"
 """Where torchvision has the files, below the folder that it is given."""
 HOW = (
@@ -73,7 +76,7 @@ def load_mnist(folder: Path) -> Images:
         DataError: a file is cut short, or something else.
     """
     normalise = Normalise(MEAN, STD)
-    sets = (_read(folder / RAW, split) for split in ("train", "t10k"))
+    sets = (_read(folder / RAW, split) for split in SPLITS)
     train, test = (TensorData(images.unsqueeze(1), labels, normalise, "MNIST") for images, labels in sets)
     return Images(train, test)
 
@@ -90,8 +93,8 @@ def _read(raw: Path, split: str) -> tuple[Tensor, Tensor]:
     from torchvision.datasets.mnist import read_image_file, read_label_file
 
     try:
-        images = read_image_file(str(raw / f"{split}-images-idx3-ubyte"))
-        labels = read_label_file(str(raw / f"{split}-labels-idx1-ubyte"))
+        images = read_image_file(str(raw / IMAGES.format(split)))
+        labels = read_label_file(str(raw / LABELS.format(split)))
         shape, largest = tuple(images.shape), int(labels.max())
     except UNREADABLE as error:
         # What torchvision asserts has no text.
@@ -135,17 +138,19 @@ def fetch_mnist(folder: Path) -> None:
     Raises:
         DataError: they cannot be downloaded, or not be written there.
     """
+    raw = folder / RAW
+    names = [name.format(split) for split in SPLITS for name in (IMAGES, LABELS)]
+    missing = [name for name in names if not (raw / name).is_file()]
+    if not missing:
+        return
+    # The other ranks wait meanwhile: only what is missing is worth the second.
     from torchvision.datasets import MNIST
     from torchvision.datasets.utils import check_integrity
 
-    raw = folder / RAW
-    missing = [packed for packed, _ in MNIST.resources if not (raw / packed).with_suffix("").is_file()]
-    if not missing:
-        return
     packed_here = [packed for packed, md5 in MNIST.resources if check_integrity(raw / packed, md5)]
     is_here = len(packed_here) == len(MNIST.resources)
     try:
-        with nullcontext() if is_here else downloading(MNIST.mirrors[0] + missing[0]):
+        with nullcontext() if is_here else downloading(f"{MNIST.mirrors[0]}{missing[0]}.gz"):
             raw.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".new-", dir=raw) as new:
                 unpacked = Path(new, RAW)
@@ -153,9 +158,8 @@ def fetch_mnist(folder: Path) -> None:
                 for packed in packed_here:
                     copyfile(raw / packed, unpacked / packed)
                 MNIST(new, download=True)
-                for packed in missing:
-                    file = (unpacked / packed).with_suffix("")
-                    file.replace(raw / file.name)
+                for name in missing:
+                    (unpacked / name).replace(raw / name)
     except (DataError, OSError) as error:
         reason = f"its packed files cannot be unpacked there ({error})" if is_here else str(error)
-        raise DataError(f"there is no {missing[0].removesuffix('.gz')} in {raw}, and {reason}") from error
+        raise DataError(f"there is no {missing[0]} in {raw}, and {reason}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import sys
 from hashlib import md5
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,21 @@ def test_mnist_is_read(mnist_dir: Path, lone_backend: Backend) -> None:
     batch, _ = next(make_loader(images.train, lone_backend, LoaderPlan(1000)).epoch(0))
     assert abs(float(batch.mean())) < 0.1
     assert abs(float(batch.std()) - 1) < 0.1
+
+
+def test_no_rank_waits_for_an_import_where_the_files_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank of a node looks for the files: all others waited for its import of torchvision, a second and more."""
+    raw = tmp_path / mnist_module.RAW
+    raw.mkdir(parents=True)
+    for name, _ in MNIST.resources:
+        (raw / name).with_suffix("").touch()
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
+    mnist_module.fetch_mnist(tmp_path)
+    (raw / LABELS).unlink()
+    with pytest.raises(ImportError):
+        mnist_module.fetch_mnist(tmp_path)
 
 
 LABELS = "t10k-labels-idx1-ubyte"
