@@ -43,7 +43,7 @@ def test_mnist_is_read(mnist_dir: Path, lone_backend: Backend) -> None:
 def test_no_rank_waits_for_an_import_where_the_files_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank of a node looks for the files: all others waited for its import of torchvision, a second and more."""
+    """One rank of a node looks for the files: all others waited for its import of torchvision."""
     raw = tmp_path / mnist_module.RAW
     raw.mkdir(parents=True)
     for name, _ in MNIST.resources:

@@ -17,7 +17,7 @@ from hvd_trainer.observe.callback import RunView
 SAMPLES, BATCH = 8 * 60, 8
 STEPS = SAMPLES // BATCH
 MAX_CALLS = 85
-"""Those of the Trainer beyond the loop by hand in each step: 75, of which 5 are a share of the end of the epoch."""
+"""Those of the Trainer beyond the loop by hand: 75 in a step, of which 5 are a share of the end of the epoch."""
 
 
 class Calls(Callback):
