@@ -1,7 +1,8 @@
-"""Load the images of the main job: MNIST by torchvision, or a small set of digits where there is no network."""
+"""Load the images of the main job: MNIST, or a small set of digits where there is no network to download it."""
 
 from __future__ import annotations
 
+import math
 import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -89,16 +90,12 @@ def _read(raw: Path, split: str) -> tuple[Tensor, Tensor]:
     Raises:
         DataError: they are cut short, or something else.
     """
-    # Takes a second, and the embedded digits do without.
-    from torchvision.datasets.mnist import read_image_file, read_label_file
-
     try:
-        images = read_image_file(str(raw / IMAGES.format(split)))
-        labels = read_label_file(str(raw / LABELS.format(split)))
+        images = _read_numbers(raw / IMAGES.format(split), 3)
+        labels = _read_numbers(raw / LABELS.format(split), 1).long()
         shape, largest = tuple(images.shape), int(labels.max())
     except UNREADABLE as error:
-        # What torchvision asserts has no text.
-        reason = first_line(error) if str(error) else "not in MNIST's format, or cut short"
+        reason = first_line(error)
         raise DataError(f"{raw}/{split}-* cannot be read ({reason}). Delete it and download it again.") from error
     trouble = None
     if shape != (len(labels), 28, 28):
@@ -108,6 +105,22 @@ def _read(raw: Path, split: str) -> tuple[Tensor, Tensor]:
     if trouble:
         raise DataError(f"{raw} is not MNIST: it has {trouble}. Delete it and download it again.")
     return images, labels
+
+
+def _read_numbers(file: Path, dims: int) -> Tensor:
+    """Return the numbers in a file of the format IDX: type (8: bytes), dimensions, their lengths, the numbers.
+
+    torchvision has a reader, too, but its import brings all of its models, and makes each start longer.
+
+    Raises:
+        ValueError: it has another format, or not as many numbers.
+    """
+    content, start = np.fromfile(file, np.uint8), 4 + 4 * dims
+    if bytes(content[:4]) == bytes([0, 0, 8, dims]) and len(content) >= start:
+        shape = content[4:start].view(">u4").tolist()
+        if len(content) == start + math.prod(shape):
+            return torch.from_numpy(content[start:]).view(shape)
+    raise ValueError("not in MNIST's format, or cut short")
 
 
 def load_digits(times: int = 1) -> Images:
