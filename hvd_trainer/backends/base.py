@@ -43,6 +43,7 @@ ReplicaGrouping = Callable[[Sequence[str]], list[list[int]]]
 """Returns the replica groups (lists of ranks that have the same parameters), given the node of each rank."""
 SMALL_BYTES = 2**16
 """Size of a tensor up to which it is sent together with others."""
+NOTHING = nullcontext()
 TotalNorm = Callable[[Sequence[Tensor]], Tensor]
 """Returns the norm of all gradients together."""
 
@@ -305,7 +306,7 @@ class Backend(Engine, ABC):
         """
         if self._reducer is not None:
             self._reducer.set_enabled(enabled)
-        return nullcontext()
+        return NOTHING
 
     def step(
         self,
@@ -330,12 +331,13 @@ class Backend(Engine, ABC):
         Raises:
             BackendError: a parameter got no gradient and `find_unused_parameters` is off.
         """
-        self.activity.enter(EXCHANGE)
+        activity = self.activity
+        activity.enter(EXCHANGE)
         self._finish_exchange(optimizer)
         if self._exchange_monitor is not None:
             self._exchange_monitor.mark()
-            self.activity.is_exchanging = self._exchange_monitor.is_exchanging
-        self.activity.enter("step")
+            activity.is_exchanging = self._exchange_monitor.is_exchanging
+        activity.enter("step")
         if scaler is not None:
             scaler.unscale_(optimizer)
         grad_norm = None

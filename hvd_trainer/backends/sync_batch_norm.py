@@ -58,18 +58,15 @@ class _FusedBatchNorm(Function):
         rows = layer.gather(torch.cat([mean, invstd, mean.new_full((1,), _samples(input))]))
         means, invstds, counts = rows.split([len(mean), len(mean), 1], dim=1)
         # The kernel wants counts in the type of the running statistics, or of its first argument. fp16 ends at
-        # 65,504, so without running statistics the first argument is the fp32 mean.
-        typed = mean if layer.running_mean is None else layer.running_mean
+        # 65,504, and bf16 has no 257: both are fp32 for it.
+        tracked = (layer.running_mean, layer.running_var)
+        running_mean, running_var = (None if buffer is None else buffer.to(mean.dtype) for buffer in tracked)
         mean, invstd = torch.batch_norm_gather_stats_with_counts(
-            input if layer.running_mean is not None else mean,
-            means,
-            invstds,
-            layer.running_mean,
-            layer.running_var,
-            momentum,
-            layer.eps,
-            counts.flatten().to(typed.dtype),
+            mean, means, invstds, running_mean, running_var, momentum, layer.eps, counts.flatten()
         )
+        for buffer, value in zip(tracked, (running_mean, running_var), strict=True):
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
         ctx.collectives = layer.collectives
         ctx.save_for_backward(input, weight, mean, invstd, counts.flatten().to(torch.int32))
         output: Tensor = torch.batch_norm_elemt(input, weight, bias, mean, invstd, layer.eps)
@@ -123,20 +120,24 @@ class SyncBatchNorm(BatchNorm):
         if not accelerator.is_host(input.device):
             output: Tensor = _FusedBatchNorm.apply(input, self.weight, self.bias, self, momentum)
             return output
-        mean, var, count = self._global_statistics(input)
+        # A mean near 100 in bf16 is wrong by up to 0.25: all is computed in fp32 at least, and the output rounded.
+        values = input.to(torch.promote_types(input.dtype, torch.float32))
+        mean, var, count = self._global_statistics(values)
         if self.track_running_stats:
             self._update_running_statistics(
                 mean.detach(), var.detach() * (count / (count - 1).clamp(min=1)), momentum
             )
         shape = (1, -1) + (1,) * (input.dim() - 2)
-        out = (input - mean.to(input.dtype).view(shape)) * ((var + self.eps).rsqrt().to(input.dtype).view(shape))
-        if self.affine:
-            out = out * self.weight.view(shape) + self.bias.view(shape)
-        return out
+        out = (values - mean.view(shape)) * (var + self.eps).rsqrt().view(shape)
+        if self.weight is not None:
+            out = out * self.weight.view(shape)
+        if self.bias is not None:
+            out = out + self.bias.view(shape)
+        return out.to(input.dtype)
 
     def _global_statistics(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dims = [0, *range(2, input.dim())]
-        local_var, local_mean = torch.var_mean(input.float(), dims, correction=0)
+        local_var, local_mean = torch.var_mean(input, dims, correction=0)
         rows = self.gather(torch.cat([local_mean, local_var, local_mean.new_full((1,), _samples(input))]))
         means, variances, counts = rows.split([input.shape[1], input.shape[1], 1], dim=1)
         weights = counts / counts.sum()
@@ -164,8 +165,8 @@ class SyncBatchNorm(BatchNorm):
     def _update_running_statistics(self, mean: Tensor, unbiased_var: Tensor, momentum: float) -> None:
         assert self.running_mean is not None
         assert self.running_var is not None
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_(unbiased_var.to(self.running_var.dtype), momentum)
+        for running, value in ((self.running_mean, mean), (self.running_var, unbiased_var)):
+            running.copy_(running.to(value.dtype).lerp_(value, momentum))
 
 
 def convert_sync_batch_norm(model: nn.Module, collectives: RankSum) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hvd_trainer.backends.horovod_start import import_horovod, serve_horovod, tuning
 from hvd_trainer.backends.horovod_waiter import Waiter, completes_asynchronously
 from hvd_trainer.c10d.process_sets import ProcessSets
-from hvd_trainer.c10d.work import Completer, HorovodWork
+from hvd_trainer.c10d.work import Completer, HorovodWork, NameQueue
 from hvd_trainer.errors import BackendError
 from hvd_trainer.faults import exchanges
 from hvd_trainer.faults.exchanges import Exchange
@@ -85,7 +85,7 @@ class HorovodContext:
         self.completer = Completer(self.waiter)
         self._kinds: dict[str, Counter[str]] = {}
         self._begun: Counter[str] = Counter()
-        self._under_way: dict[str, HorovodWork] = {}
+        self._queues: dict[str, NameQueue] = {}
         self._lock = threading.Lock()
         self._is_closed = False
         exchanges.sources.append(self.exchanges)
@@ -104,8 +104,8 @@ class HorovodContext:
 
     def exchanges(self) -> list[Exchange]:
         """Return the operations under way, and the last one of each group."""
-        with self._lock:
-            works = [work for work in self._under_way.values() if not work.is_done]
+        # Without a lock: another thread that holds one may be stuck.
+        works = [work for queue in list(self._queues.values()) for work in list(queue.works) if not work.is_done]
         under_way = [Exchange(f"horovod:{work.group}", work.number, work.description, False) for work in works]
         begun = list(self._begun.items())  # the main thread adds groups
         return under_way + [Exchange(f"horovod:{group}", last, "", True) for group, last in begun]
@@ -116,20 +116,18 @@ class HorovodContext:
         Args:
             how: further arguments of `HorovodWork`.
         """
-        previous = self._under_way.get(name)
-        if previous is not None and previous.advance():
-            previous = None
-        work = HorovodWork(self.waiter, self.completer, name=name, previous=previous, on_done=self._forget, **how)
         with self._lock:
-            self._under_way[name] = work
-        if work.advance():
-            self._forget(work)
+            queue = self._queues.get(name)
+            if queue is None:
+                queue = self._queues[name] = NameQueue(name, self._forget)
+            work = HorovodWork(queue, self.waiter, self.completer, **how)
+        work.start()
         return work
 
-    def _forget(self, work: HorovodWork) -> None:
+    def _forget(self, queue: NameQueue) -> None:
         with self._lock:
-            if self._under_way.get(work.name) is work:
-                del self._under_way[work.name]
+            if not queue.works:
+                self._queues.pop(queue.name, None)
 
     def close(self) -> None:
         """End Horovod, once all ranks have come here, or a rank fails, or `MAX_LEAVE_S` have passed."""

@@ -1,10 +1,11 @@
-"""Operations under way: `dist.Work`, and the thread that completes their futures."""
+"""Operations under way: `dist.Work`, the queue of those of one name, and the thread that completes futures."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -23,6 +24,60 @@ NO_TIMEOUT = timedelta(0)
 Future = torch.futures.Future
 
 
+class NameQueue:
+    """The operations of one name, of which Horovod carries out one at a time, in the order of their calls.
+
+    Whoever asks for one of them, in whichever thread, finishes those that are done and begins the next one.
+
+    Args:
+        on_empty: called with this queue when Horovod is through with all of them.
+    """
+
+    def __init__(self, name: str, on_empty: Callable[[NameQueue], None]) -> None:
+        self.name, self._on_empty = name, on_empty
+        self.works: deque[HorovodWork] = deque()
+        self.lock = threading.Lock()
+        self.ended: list[HorovodWork] = []
+        """whose futures are not yet completed"""
+        self._first_deadline = math.inf
+
+    def add(self, work: HorovodWork) -> None:
+        """Add an operation, which `advance` begins."""
+        self.works.append(work)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether operations are under way, or their futures not yet completed."""
+        return bool(self.works or self.ended)
+
+    def advance(self) -> None:
+        """Finish the operations that are done, and begin the next one."""
+        with self.lock:
+            if not self.works:
+                return
+            while self.works and self.works[0].proceed():
+                self.works.popleft()
+            if not self.works:
+                self._on_empty(self)
+
+    def limit(self, deadline: float) -> None:
+        """Let `take_ended` look for operations that are late from a time on."""
+        with self.lock:
+            self._first_deadline = min(self._first_deadline, deadline)
+
+    def take_ended(self) -> list[HorovodWork]:
+        """Return the operations that are done and whose futures are to be completed; fail those that are late."""
+        self.advance()
+        now = time.monotonic()
+        with self.lock:
+            if now > self._first_deadline:
+                for work in self.works:
+                    work.fail_if_late(now)
+                self._first_deadline = min((w.deadline for w in self.works if not w.is_done), default=math.inf)
+            ended, self.ended = self.ended, []
+        return ended
+
+
 class HorovodWork(dist._Work):
     """A collective of torch.distributed under way, as Horovod carries it out.
 
@@ -30,42 +85,37 @@ class HorovodWork(dist._Work):
     there is a future. So an operation that is waited for at once costs no change of threads.
 
     Args:
-        name: by which ranks match it; two of one name are never under way at once.
+        queue: of its name, by which ranks match it.
         number: among those of the group.
-        previous: of the same name; the operation is begun at once, or when that is done.
         begin: hands the tensors to Horovod under a name, and returns its handles.
         finish: puts what Horovod returned for the handles in its place.
         result: of `result`, and of the future.
         device: of the tensors.
         description: for errors.
-        on_done: called with this work when it is done.
     """
 
     def __init__(
         self,
+        queue: NameQueue,
         waiter: Waiter,
         completer: Completer,
         *,
-        name: str,
         group: str,
         number: int,
-        previous: HorovodWork | None,
         begin: Callable[[str], list[int]],
         finish: Callable[[list[Any]], None],
         result: Any = None,
         device: torch.device,
         timeout_s: float,
         description: str,
-        on_done: Callable[[HorovodWork], None],
     ) -> None:
         super().__init__()
-        self._waiter, self._completer, self._on_done = waiter, completer, on_done
-        self.name, self.group, self.number, self.description = name, group, number, description
-        self._previous = previous
+        self._queue, self._waiter, self._completer = queue, waiter, completer
+        self.group, self.number, self.description = group, number, description
         self._begin: Callable[[str], list[int]] | None = begin
         self._finish: Callable[[list[Any]], None] | None = finish
         self._result, self._timeout_s = result, timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self.deadline = time.monotonic() + timeout_s
         self._handles: list[int] | None = None
         self._received: list[Any] = []
         self._error: Exception | None = None
@@ -74,50 +124,51 @@ class HorovodWork(dist._Work):
         self._promise: Future[None] | None = None
         self._future: Future[Any] | None = None
         self._is_future_done = False
-        self._lock = threading.Lock()
         # All that is done with the tensors is queued there, whichever thread does it.
         self._stream = None if accelerator.is_host(device) else torch.accelerator.current_stream(device)
         self._finished: Any = None
-        if previous is None:
-            self._handles = begin(name)
-        elif not self.advance():
+        queue.add(self)
+
+    def start(self) -> None:
+        """Begin the operation, at once or when those of its name that came before are done."""
+        if not self.advance() and self._handles is None:
             self._leave_to_completer()  # the other ranks may need it before anybody here waits for it
 
     def advance(self) -> bool:
-        """Begin the operation if its name is free, and finish it if its results are there; return whether."""
-        if self.is_done:
-            return True
-        with self._lock:
-            if not self.is_done:
-                try:
-                    with nullcontext() if self._stream is None else accelerator.on_stream(self._stream):
-                        if self._has_begun() and self._has_received():
-                            self._end()
-                except Exception as error:  # in whichever thread it occurs, it is for who waits
-                    self._fail(error)
+        """Finish the operation if its results are there; return whether it is done."""
+        if not self.is_done:
+            self._queue.advance()
         return self.is_done
 
-    def _has_begun(self) -> bool:
-        if self._handles is None:
-            if self._previous is not None and not self._previous.advance():
-                return False
-            self._previous = None
-            assert self._begin is not None
-            self._handles = self._begin(self.name)
+    def proceed(self) -> bool:
+        """Begin the operation, or finish it if its results are there; return whether its name is free again.
+
+        Horovod still has the tensors of an operation that has failed because it was late.
+        """
+        try:
+            with nullcontext() if self._stream is None else accelerator.on_stream(self._stream):
+                if self._handles is None:
+                    assert self._begin is not None
+                    self._handles = self._begin(self._queue.name)
+                while self._handles:
+                    if not self._waiter.is_done(self._handles[0]):
+                        return False
+                    self._received.append(self._waiter.take(self._handles.pop(0)))
+                if not self.is_done:
+                    self._put_in_place()
+        except Exception as error:  # in whichever thread it occurs, it is for who waits
+            self._handles = []
+            if not self.is_done:
+                self._fail(error)
         return True
 
-    def _has_received(self) -> bool:
-        assert self._handles is not None
-        while self._handles:
-            if not self._waiter.is_done(self._handles[0]):
-                return False
-            self._received.append(self._waiter.take(self._handles.pop(0)))
+    def _put_in_place(self) -> None:
         assert self._finish is not None
         self._finish(self._received)
         if self._stream is not None:
             self._finished = torch.Event(self._stream.device)
             self._finished.record(self._stream)
-        return True
+        self._end()
 
     def _fail(self, error: Exception) -> None:
         late = isinstance(error, TimeoutError)
@@ -130,20 +181,20 @@ class HorovodWork(dist._Work):
     def _end(self) -> None:
         """Let go of the tensors that are not the result."""
         self.is_done = True
-        self._begin = self._finish = self._previous = None
+        self._begin = self._finish = None
         self._received = []
-        self._on_done(self)
+        self._handles = self._handles or []
+        if self._promise is not None:
+            self._queue.ended.append(self)
 
-    def is_done_or_late(self) -> bool:
-        """Return whether the operation is done; let it fail if it has taken longer than its time limit."""
-        if not self.advance() and time.monotonic() > self._deadline:
-            with self._lock:
-                if not self.is_done:
-                    self._fail(TimeoutError(self._timeout_text(self._timeout_s)))
-        return self.is_done
+    def fail_if_late(self, now: float) -> None:
+        """Let the operation fail if it has taken longer than its time limit."""
+        if not self.is_done and now > self.deadline:
+            self._fail(TimeoutError(self._timeout_text(self._timeout_s)))
 
     def _leave_to_completer(self) -> None:
-        self._completer.add(self)
+        self._queue.limit(self.deadline)
+        self._completer.add(self._queue)
         # The completer may be waiting for Horovod, and what this waits for may have happened before `add`.
         if self.advance():
             self.complete_future()
@@ -156,7 +207,7 @@ class HorovodWork(dist._Work):
 
     def complete_future(self) -> None:
         """Complete the future, if there is one, of an operation that is done; its callbacks run here."""
-        with self._lock:
+        with self._queue.lock:
             if self._promise is None or self._is_future_done:
                 return
             self._is_future_done = True
@@ -224,7 +275,7 @@ class HorovodWork(dist._Work):
 
 
 class Completer:
-    """Threads that complete the operations that have a future, or whose name was in use.
+    """Threads that complete operations that have a future, or that wait for others of their name.
 
     One of them asks Horovod. Before it completes a future, whose callbacks may wait for other operations
     (PowerSGD's do), it lets another one ask.
@@ -235,17 +286,17 @@ class Completer:
 
     def __init__(self, waiter: Waiter) -> None:
         self._waiter = waiter
-        self._works: list[HorovodWork] = []
+        self._queues: dict[NameQueue, None] = {}
         self._changed = threading.Condition()
         self._asking = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._num_free = 0
         self._is_closed = False
 
-    def add(self, work: HorovodWork) -> None:
-        """Complete an operation as soon as possible."""
+    def add(self, queue: NameQueue) -> None:
+        """Complete the operations of a name as soon as possible."""
         with self._changed:
-            self._works.append(work)
+            self._queues[queue] = None
             self._provide_thread()
             self._changed.notify()
 
@@ -258,7 +309,7 @@ class Completer:
             thread.join()
 
     def _provide_thread(self) -> None:
-        if self._works and not self._num_free and not self._is_closed:
+        if self._queues and not self._num_free and not self._is_closed:
             self._num_free += 1
             self._threads.append(start_thread(self._run, "horovod-futures"))
 
@@ -282,12 +333,15 @@ class Completer:
 
         def are_some_done() -> bool:
             with self._changed:
-                self._changed.wait_for(lambda: self._works or self._is_closed)
-                works = [] if self._is_closed else list(self._works)
-            done.extend(work for work in works if work.is_done_or_late())
-            return bool(done) or not works
+                self._changed.wait_for(lambda: self._queues or self._is_closed)
+                if self._is_closed:
+                    return True
+                queues = list(self._queues)
+            done.extend(work for queue in queues for work in queue.take_ended())
+            with self._changed:
+                self._queues = dict.fromkeys(queue for queue in self._queues if queue.is_busy)
+            return bool(done)
 
         self._waiter.until(are_some_done, math.inf)
-        with self._changed:
-            self._works = [work for work in self._works if work not in done]
-        return done
+        # Callbacks begin operations, which all ranks have to begin in one order.
+        return sorted(done, key=lambda work: work.number)

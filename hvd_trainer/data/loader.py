@@ -180,9 +180,11 @@ class TensorLoader(Loader):
         draws = self._data.transform is not None and not getattr(self._data.transform, "deterministic", False)
         taken = self._raw(batches)
         for place, inputs, targets in self._transfer.move(taken) if self.is_sent else taken:
-            with isolated_rng(device) if draws else nullcontext():
-                if draws:
-                    seed_all(derive_seed(self.plan.seed, epoch, *place), device)
+            if not draws:
+                yield self._data.take(inputs, targets)
+                continue
+            with isolated_rng(device):
+                seed_all(derive_seed(self.plan.seed, epoch, *place), device)
                 batch = self._data.take(inputs, targets)
             yield batch
 

@@ -69,10 +69,10 @@ def training_batches(
         accumulate: passes of one part in a step.
         consumed: as in `training_share`.
     """
-    step = batch_size * accumulate
-    for start in range(0, len(shares[0][1]), step):
+    step, length = batch_size * accumulate, len(shares[0][1])
+    for start in range(0, length, step):
         for part, share in shares:
-            for first in range(start, min(start + step, len(share)), batch_size):
+            for first in range(start, min(start + step, length), batch_size):
                 yield BatchKey(consumed + first * size, part), share[first : first + batch_size]
 
 

@@ -68,11 +68,13 @@ class Activity:
         Raises:
             ExchangeAbortedError: after `abort`.
         """
-        self.check()
+        if self._aborted:
+            self.check()
         self.phase, self.since = phase, time.monotonic()
         if self._status is not None:
             self._status.write(self.step, phase)
-        self._notify(phase)
+        if self.listeners:
+            self._notify(phase)
 
     def finish_step(self, step: int) -> None:
         """Note that so many optimizer steps are completed."""

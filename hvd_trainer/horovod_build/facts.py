@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PROBE_TIMEOUT_S = 300
 LIBRARY_NAMES = ("libnccl.so.2", "libnccl.so")
@@ -101,12 +101,38 @@ class Facts:
     """whether its time was up then"""
 
 
+class Answer(NamedTuple):
+    """The output of a program, all of it or what it wrote in time."""
+
+    out: str
+    err: str
+    code: int | None
+    """its exit code; None: its time was up"""
+
+
+def ask(command: Sequence[str], limit_s: float) -> Answer:
+    """Run a program to its end, or kill it after so many seconds.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired as late:
+        out, err, code = late.stdout or b"", late.stderr or b"", None
+    else:
+        out, err, code = done.stdout, done.stderr, done.returncode
+    return Answer(out.decode(errors="replace"), err.decode(errors="replace"), code)
+
+
 def probe() -> Facts:
     """Run the probe in a new process of this Python."""
-    command = [sys.executable, "-m", __name__]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
-    said = done.stderr.strip()[-2000:] or f"the probe ended with status {done.returncode}"
-    return parse_facts(done.stdout, done.returncode, said)
+    answer = ask([sys.executable, "-m", __name__], PROBE_TIMEOUT_S)
+    if answer.code is None:
+        said = f"no end within {PROBE_TIMEOUT_S} s"
+    else:
+        said = answer.err.strip()[-2000:] or f"the probe ended with status {answer.code}"
+    return parse_facts(answer.out, answer.code, said)
 
 
 def parse_facts(out: str, code: int | None, said: str) -> Facts:

@@ -102,6 +102,13 @@ def _build(plan: BuildPlan, wheel_dir: Path) -> Path:
 
 def _probe_torch() -> Facts:
     facts = probe()
+    if facts.torch.error is not None and facts.is_timeout:
+        raise InstallError(
+            "Horovod is built for one PyTorch, which must be imported to know which.",
+            f"{sys.executable}: {facts.torch.error}",
+            'python -c "import torch; torch.cuda.init()"    (it hangs: ask who keeps this machine about its GPU '
+            "driver, and the disk that Python is on)",
+        )
     if facts.torch.error is not None:
         raise InstallError(
             "Horovod is built for one PyTorch, and here none can be imported.",

@@ -6,18 +6,19 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_trainer.horovod_build.errors import InstallError
-from hvd_trainer.horovod_build.facts import LIBRARY_FOLDERS, Nccl, TorchFacts, find_nccl
+from hvd_trainer.horovod_build.facts import LIBRARY_FOLDERS, Nccl, TorchFacts, ask, find_nccl
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 USUAL_CUDA_HOME = "/usr/local/cuda"
 USUAL_NCCL_HOMES = ("/usr", "/usr/local")
+LIMIT_S = 60
+"""How long a compiler or its wrapper may take to answer, in seconds."""
 
 # PyTorch's headers use these; the first g++ that has them all is 9 (C++17) or 11 (C++20).
 CXX_TRIALS = {
@@ -78,10 +79,16 @@ def _require_standard(compiler: str, standard: int) -> None:
         source = Path(folder, "trial.cc")
         source.write_text(trial, encoding="utf-8")
         command = [compiler, f"-std=c++{standard}", "-fsyntax-only", str(source)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
+        answer = ask(command, LIMIT_S)
+    if answer.code is None:
+        raise InstallError(
+            f"This PyTorch's headers need a compiler for C++{standard}.",
+            f"{compiler} did not end within {LIMIT_S} s, for a program of a few lines",
+            "name another one, for example CXX=g++-12",
+        )
+    if answer.code != 0:
         version = _output([compiler, "--version"]).partition("\n")[0] or "of unknown version"
-        complaint = done.stderr.strip().partition("\n")[0]
+        complaint = answer.err.strip().partition("\n")[0]
         newest = "g++ 11" if standard >= 20 else "g++ 9"
         raise InstallError(
             f"This PyTorch's headers need a compiler for C++{standard}.",
@@ -200,8 +207,9 @@ def cpu_flags() -> list[str]:
 
 
 def _output(command: list[str]) -> str:
+    """Return what a program prints; empty if it cannot be started or does not end."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        answer = ask(command, LIMIT_S)
     except OSError:
         return ""
-    return done.stdout + done.stderr
+    return "" if answer.code is None else answer.out + answer.err

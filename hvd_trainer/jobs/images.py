@@ -1,7 +1,8 @@
-"""Load the images of the main job: MNIST by torchvision, or a small set of digits where there is no network."""
+"""Load the images of the main job: MNIST, or a small set of digits where there is no network to download it."""
 
 from __future__ import annotations
 
+import math
 import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ CLASSES = 10
 DIGITS = Path(__file__).parent / "digits/digits.csv.gz"
 STAND_IN_TIMES = 12
 """How often an epoch trains on each of the digits in MNIST's place: on 4 ranks once would be 3 steps."""
+SPLITS = ("train", "t10k")
+IMAGES, LABELS = "{}-images-idx3-ubyte", "{}-labels-idx1-ubyte"
+"""Names of MNIST's files, by the split."""
 RAW = "MNIST/raw"
 """Where torchvision has the files, below the folder that it is given."""
 HOW = (
@@ -73,7 +77,7 @@ def load_mnist(folder: Path) -> Images:
         DataError: a file is cut short, or something else.
     """
     normalise = Normalise(MEAN, STD)
-    sets = (_read(folder / RAW, split) for split in ("train", "t10k"))
+    sets = (_read(folder / RAW, split) for split in SPLITS)
     train, test = (TensorData(images.unsqueeze(1), labels, normalise, "MNIST") for images, labels in sets)
     return Images(train, test)
 
@@ -86,16 +90,12 @@ def _read(raw: Path, split: str) -> tuple[Tensor, Tensor]:
     Raises:
         DataError: they are cut short, or something else.
     """
-    # Takes a second, and the embedded digits do without.
-    from torchvision.datasets.mnist import read_image_file, read_label_file
-
     try:
-        images = read_image_file(str(raw / f"{split}-images-idx3-ubyte"))
-        labels = read_label_file(str(raw / f"{split}-labels-idx1-ubyte"))
+        images = _read_numbers(raw / IMAGES.format(split), 3)
+        labels = _read_numbers(raw / LABELS.format(split), 1).long()
         shape, largest = tuple(images.shape), int(labels.max())
     except UNREADABLE as error:
-        # What torchvision asserts has no text.
-        reason = first_line(error) if str(error) else "not in MNIST's format, or cut short"
+        reason = first_line(error)
         raise DataError(f"{raw}/{split}-* cannot be read ({reason}). Delete it and download it again.") from error
     trouble = None
     if shape != (len(labels), 28, 28):
@@ -105,6 +105,22 @@ def _read(raw: Path, split: str) -> tuple[Tensor, Tensor]:
     if trouble:
         raise DataError(f"{raw} is not MNIST: it has {trouble}. Delete it and download it again.")
     return images, labels
+
+
+def _read_numbers(file: Path, dims: int) -> Tensor:
+    """Return the numbers in a file of the format IDX: type (8: bytes), dimensions, their lengths, the numbers.
+
+    torchvision has a reader, too, but its import brings all of its models, and makes each start longer.
+
+    Raises:
+        ValueError: it has another format, or not as many numbers.
+    """
+    content, start = np.fromfile(file, np.uint8), 4 + 4 * dims
+    if bytes(content[:4]) == bytes([0, 0, 8, dims]) and len(content) >= start:
+        shape = content[4:start].view(">u4").tolist()
+        if len(content) == start + math.prod(shape):
+            return torch.from_numpy(content[start:]).view(shape)
+    raise ValueError("not in MNIST's format, or cut short")
 
 
 def load_digits(times: int = 1) -> Images:
@@ -135,17 +151,19 @@ def fetch_mnist(folder: Path) -> None:
     Raises:
         DataError: they cannot be downloaded, or not be written there.
     """
+    raw = folder / RAW
+    names = [name.format(split) for split in SPLITS for name in (IMAGES, LABELS)]
+    missing = [name for name in names if not (raw / name).is_file()]
+    if not missing:
+        return
+    # The other ranks wait meanwhile: only what is missing is worth the second.
     from torchvision.datasets import MNIST
     from torchvision.datasets.utils import check_integrity
 
-    raw = folder / RAW
-    missing = [packed for packed, _ in MNIST.resources if not (raw / packed).with_suffix("").is_file()]
-    if not missing:
-        return
     packed_here = [packed for packed, md5 in MNIST.resources if check_integrity(raw / packed, md5)]
     is_here = len(packed_here) == len(MNIST.resources)
     try:
-        with nullcontext() if is_here else downloading(MNIST.mirrors[0] + missing[0]):
+        with nullcontext() if is_here else downloading(f"{MNIST.mirrors[0]}{missing[0]}.gz"):
             raw.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".new-", dir=raw) as new:
                 unpacked = Path(new, RAW)
@@ -153,9 +171,8 @@ def fetch_mnist(folder: Path) -> None:
                 for packed in packed_here:
                     copyfile(raw / packed, unpacked / packed)
                 MNIST(new, download=True)
-                for packed in missing:
-                    file = (unpacked / packed).with_suffix("")
-                    file.replace(raw / file.name)
+                for name in missing:
+                    (unpacked / name).replace(raw / name)
     except (DataError, OSError) as error:
         reason = f"its packed files cannot be unpacked there ({error})" if is_here else str(error)
-        raise DataError(f"there is no {missing[0].removesuffix('.gz')} in {raw}, and {reason}") from error
+        raise DataError(f"there is no {missing[0]} in {raw}, and {reason}") from error

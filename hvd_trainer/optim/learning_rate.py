@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -53,6 +52,7 @@ class StepRate:
         self._warmup_steps = warmup_steps
         self._decay = decay
         self._decay_start = decay_start
+        self._before: list[Any] = []
         self.last = self.full * self._fraction(0, 0.0)
         """The effective rate of the last step, or of the first if there was none; of the first group."""
 
@@ -70,24 +70,26 @@ class StepRate:
         """
         self.last = self.full * self._fraction(max(0, step - 1), done)
 
-    @contextmanager
-    def apply(self, step: int, done: float) -> Iterator[None]:
-        """Set the optimizer's rates to the effective ones of this step inside.
+    def apply(self, step: int, done: float) -> StepRate:
+        """Set the optimizer's rates to the effective ones of this step, until the end of the `with` block.
 
         Args:
             step: steps done before this one.
             done: the fraction of all epochs that is done; not of steps, whose number depends on the ranks.
         """
         groups, fraction = self._optimizer.param_groups, self._fraction(step, done)
-        before = [group["lr"] for group in groups]
+        self._before = [group["lr"] for group in groups]
         self.last = self.full * fraction
-        for group, lr in zip(groups, before, strict=True):
+        for group, lr in zip(groups, self._before, strict=True):
             group["lr"] = lr * self._factor * fraction
-        try:
-            yield
-        finally:
-            for group, lr in zip(groups, before, strict=True):
-                group["lr"] = lr
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        for group, lr in zip(self._optimizer.param_groups, self._before, strict=True):
+            group["lr"] = lr
 
     def _fraction(self, step: int, done: float) -> float:
         warmup = min(1.0, (step + 1) / (self._warmup_steps + 1))

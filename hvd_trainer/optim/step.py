@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from hvd_trainer.backends import Backend, StepResult
 from hvd_trainer.data import Batch, samples_in
@@ -29,6 +28,7 @@ from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.optim.non_finite import NonFiniteGuard
 from hvd_trainer.optim.weights import LossFunction, Share, WeightFunction, fractions, mean_loss, weight_of
+from hvd_trainer.utils.tensors import detached
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -91,6 +91,7 @@ class TrainStep(StepParts):
         fp16 = self.precision == "fp16"
         self.scaler = torch.amp.GradScaler(self.backend.device.type) if fp16 else None
         self.skips = self.guard.policy == "skip"
+        self._precision = mixed_precision(self.backend.device, self.precision)
         self._buffers = [b for b in self.train_model.buffers() if b.numel()]
         self._losses: list[Tensor] = []
         self._weights: tuple[Tensor, ...] = ()
@@ -117,8 +118,9 @@ class TrainStep(StepParts):
     def shares(self, batches: list[Batch]) -> list[Share]:
         """Return what each batch is of the step. With a weight function a collective."""
         if self.weight is None:
-            samples = sum(map(samples_in, batches))
-            return [Share(samples_in(batch) / samples) for batch in batches]
+            samples = [samples_in(batch) for batch in batches]
+            whole = sum(samples)
+            return [Share(number / whole) for number in samples]
         self._weights = tuple(weight_of(self.weight, batch, self.backend.device) for batch in batches)
         self.backend.activity.enter("reduce")
         weights = torch.stack(self._weights)
@@ -168,7 +170,7 @@ class TrainStep(StepParts):
         activity = self.backend.activity
         activity.enter("forward")
         inputs, targets = batch
-        with mixed_precision(self.backend.device, self.precision):
+        with self._precision:
             outputs = self.train_model(inputs)
             loss = mean_loss(self.loss, outputs, targets, share.weight)
         weighted = share.of(loss)
@@ -176,8 +178,7 @@ class TrainStep(StepParts):
         activity.enter("backward")
         scaled.backward(self.guard.seed(scaled))
         # A metric may keep what it is given, and with an output its whole graph.
-        outputs = tree_map_only(Tensor, Tensor.detach, outputs)
-        return ForwardResult(loss.detach(), outputs, targets, samples_in(batch), share.weight)
+        return ForwardResult(loss.detach(), detached(outputs), targets, samples_in(batch), share.weight)
 
     def update(self, meter: Meter, before: list[Tensor]) -> StepResult:
         """Update the parameters, or skip the step: then its metrics do not count, and its buffers are restored.
@@ -221,7 +222,7 @@ class TrainStep(StepParts):
         assert batch is not None
         inputs, targets = batch
         weight = self.weigh(batch)
-        with mixed_precision(self.backend.device, self.precision):
+        with self._precision:
             outputs = self.eval_model(inputs)
             loss = mean_loss(self.loss, outputs, targets, weight)
         meter.add(loss, outputs, targets, samples_in(batch), weight)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hvd_trainer.data import Batch, samples_in
 from hvd_trainer.optim.step import ForwardResult
 from hvd_trainer.optim.weights import LossFunction, Share, fractions, mean_loss
+from hvd_trainer.utils.tensors import detached
 
 
 class MicroBatch(NamedTuple):
@@ -84,8 +85,7 @@ class MicroBatchLoss:
             return self._finish(first.sum() * 0)
         outputs = slice_samples(outputs, 0, chunk.samples)
         loss = mean_loss(self._loss, outputs, chunk.targets, chunk.weight)
-        detached = tree_map_only(Tensor, Tensor.detach, outputs)
-        result = ForwardResult(loss.detach(), detached, chunk.targets, chunk.samples, chunk.weight)
+        result = ForwardResult(loss.detach(), detached(outputs), chunk.targets, chunk.samples, chunk.weight)
         self.passes[int(number)] = result
         return self._finish(Share(self._fraction(result) * self._share.factor).of(loss))
 

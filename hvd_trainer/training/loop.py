@@ -137,24 +137,24 @@ class TrainingLoop:
         progress.consumed += samples
         progress.samples += samples
         progress.count_skipped(result.skipped)
-        self._report_step()
+        activity = run.backend.activity
+        activity.finish_step(progress.step)
         if self._first_step_s is None:
             accelerator.synchronize(run.device)
             self._first_step_s = time.perf_counter() - self._epoch_began
+            self._limit_steps()
         for callback in run.callbacks:
             callback.on_step_end(run, result)
         if progress.step % run.options.log.log_every == 0:
             self._record("step", self._position() | add_prefix("train", meter.recent()))
             run.step.guard.check()
         self._interrupts.after_step(meter)
-        run.backend.activity.enter("data")
+        activity.enter("data")
 
-    def _report_step(self) -> None:
-        """Tell the monitor of the ranks that a step is done, and how long the next one may take."""
+    def _limit_steps(self) -> None:
+        """Tell the monitor of the ranks how long each further step may take."""
         activity, options = self._run.backend.activity, self._run.options
-        activity.finish_step(self._run.progress.step)
         if not options.train.compile:  # or any step may compile again
-            # In elastic mode each world has an activity of its own.
             activity.long_limit_s = options.engine.startup_timeout_s
             activity.step_limit_s = options.engine.timeout_s
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
@@ -17,6 +18,12 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
     elif isinstance(batch, list | tuple | Mapping):
         for value in batch.values() if isinstance(batch, Mapping) else batch:
             yield from tensors_in(value)
+
+
+def detached(value: Any) -> Any:
+    """Return nested values with each tensor detached from its graph."""
+    # PyTorch's walk takes 7 us in each step, and makes cycles of objects: one tensor goes without.
+    return value.detach() if isinstance(value, Tensor) else tree_map_only(Tensor, Tensor.detach, value)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import json
 import os
 import platform
 import shutil
@@ -21,8 +22,8 @@ import pytest
 from install_checks import NO_NETWORK, ROOT, put_nccl, script, tool_folder
 from waiting import wait_for
 
+from hvd_trainer.horovod_build import facts, toolchain
 from hvd_trainer.horovod_build import installer as tool
-from hvd_trainer.horovod_build import toolchain
 from hvd_trainer.horovod_build.build_plan import BuildPlan, python_tag
 from hvd_trainer.horovod_build.build_steps import run_logged
 from hvd_trainer.horovod_build.errors import InstallError
@@ -67,6 +68,39 @@ def test_broken_torch_is_named(tmp_path: Path) -> None:
     assert "none can be imported" in message
     assert "libc10.so: no such file" in message
     assert "pip install torch" in message
+
+
+@pytest.mark.parametrize("printed", [False, True])
+def test_import_that_does_not_end_is_named(
+    printed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was a traceback of subprocess.TimeoutExpired. PyTorch's facts are used where only Horovod hangs."""
+    line = json.dumps({"torch": dataclasses.asdict(TorchFacts(version="2.15.0"))})
+    answer = f"echo '{line}'\n" if printed else ""
+    monkeypatch.setattr(sys, "executable", script(tmp_path / "python", f"{answer}exec sleep 60"))
+    monkeypatch.setattr(facts, "PROBE_TIMEOUT_S", 0.5)
+    if printed:
+        state = tool._probe_torch()
+        assert state.torch.version == "2.15.0"
+        assert not tool._already_usable(tool.Options(), state)
+        assert "the installed Horovod cannot be imported: no end within 0.5 s" in capsys.readouterr().out
+        return
+    with pytest.raises(InstallError, match=r"must be imported[^$]*no end within 0\.5 s[^$]*it hangs"):
+        tool._probe_torch()
+
+
+def test_compiler_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "LIMIT_S", 0.5)
+    monkeypatch.setattr(toolchain, "USUAL_CUDA_HOME", fake_toolkit(tmp_path / "cuda", "13.0"))
+    for name in ("g++", "mpicxx", "nvcc"):
+        script(tmp_path / "slow" / name, "exec sleep 60")
+    monkeypatch.setenv("PATH", str(tmp_path / "slow"), prepend=os.pathsep)
+    monkeypatch.delenv("CXX", raising=False)
+    script(tmp_path / "cuda/bin/nvcc", "exec sleep 60")
+    with pytest.raises(InstallError, match=r"slow/g\+\+ did not end within 0\.5 s[^$]*CXX=g\+\+"):
+        toolchain.find_cxx(17)
+    assert toolchain.find_mpi() == "unknown"
+    assert toolchain.find_toolkits() == []
 
 
 @pytest.mark.parametrize(

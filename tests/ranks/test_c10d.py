@@ -329,6 +329,29 @@ def test_operations_are_asynchronous_and_have_futures() -> None:
     run_ranks(asynchronous, num_processes=2)
 
 
+def pending() -> tuple[int, Any]:
+    """Begin many operations of one shape while one rank is late, and wait for the last one only."""
+    with job() as (rank, size):
+        store = dist.distributed_c10d._get_default_store()
+        if rank == size - 1:
+            store.wait(["all are pending"], datetime.timedelta(seconds=60))
+        tensors = [torch.full((2,), float(number)) for number in range(5000)]
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        futures = [work.get_future() for work in works[::2]]
+        store.set("all are pending", "")
+        works[-1].wait()
+        torch.futures.wait_all(futures)
+        for work in works:
+            work.wait()
+        assert [tensor[0].item() for tensor in tensors] == [float(number * size) for number in range(5000)]
+        return rank, None
+
+
+def test_thousands_of_operations_wait_for_a_late_rank() -> None:
+    """The 700th of a name was a RecursionError."""
+    run_ranks(pending, num_processes=3)
+
+
 def monitored() -> tuple[int, Any]:
     with job() as (rank, size):
         limit = datetime.timedelta(seconds=20)

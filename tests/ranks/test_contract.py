@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batch_norm_checks import rounds_its_results_only
 from combinations import case
 from launchers import run_ranks
 from peak_memory import PeakMemory
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from hvd_trainer import backends
 from hvd_trainer.backends import Backend, EngineOptions
+from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.utils import accelerator
 
@@ -442,6 +444,17 @@ def batch_norm_sees_the_global_batch(backend: Backend) -> None:
     for name, tensor in reference.state_dict().items():
         # Sums in another order: a few units in the last place of fp32 values near 1.
         assert torch.allclose(model.state_dict()[name].cpu(), tensor, atol=2e-6), name
+
+
+@check(sync_batch_norm=True)
+def batch_norm_in_low_precision_rounds_its_results_only(backend: Backend) -> None:
+    def over_ranks(plain: nn.BatchNorm1d) -> nn.Module:
+        model = nn.Sequential(plain.to(backend.device))
+        convert_sync_batch_norm(model, backend.collectives)
+        return model
+
+    if backend.world.size > 1:  # alone the model keeps PyTorch's own
+        rounds_its_results_only(over_ranks, backend.world.rank, backend.world.size, backend.device)
 
 
 @check(compression="fp16")

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from batch_norm_checks import rounds_its_results_only
 from combinations import case, each_launcher
 from hvd_checks import Checks, run_checks
 from hvd_elastic_checks import CHECKS as ELASTIC_CHECKS
@@ -537,6 +538,16 @@ def batch_norm_is_over_all_ranks() -> None:
     assert everyone.grad is not None
     assert torch.allclose(mine.grad, everyone.grad[4 * me : 4 * me + 4], atol=1e-4)
     assert torch.allclose(ours.running_var, theirs.running_var, atol=1e-5)
+
+
+@CHECKS.add
+def batch_norm_in_low_precision_rounds_its_results_only() -> None:
+    def over_ranks(plain: nn.BatchNorm1d) -> nn.Module:
+        layer = hvd.SyncBatchNorm(plain.num_features).to(plain.weight.dtype)
+        layer.load_state_dict(plain.state_dict())
+        return layer
+
+    rounds_its_results_only(over_ranks, hvd.rank(), hvd.size())
 
 
 @CHECKS.add

@@ -21,7 +21,7 @@ from torch import nn
 from hvd_trainer.backends import EngineOptions, create, exchange_monitor, process_group
 from hvd_trainer.backends.horovod_start import tuning
 from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, Waiter, completes_asynchronously
-from hvd_trainer.c10d.work import HorovodWork
+from hvd_trainer.c10d.work import HorovodWork, NameQueue
 from hvd_trainer.faults import stack_dump
 from hvd_trainer.faults.activity import Activity, ExchangeAbortedError
 from hvd_trainer.faults.monitor import MonitorSettings
@@ -216,25 +216,27 @@ def test_work_is_begun_and_finished_on_the_stream_that_asked_for_it(gpu: StandIn
     )
     completer: Any = SimpleNamespace(add=lambda work: None)
 
-    def work(number: int, previous: HorovodWork | None) -> HorovodWork:
-        return HorovodWork(
+    queue = NameQueue("sum", lambda queue: None)
+
+    def work(number: int) -> HorovodWork:
+        started = HorovodWork(
+            queue,
             Waiter(hvd, 9),
             completer,
-            name="sum",
             group="0",
             number=number,
-            previous=previous,
             begin=lambda name: gpu.calls.append(f"begin on {gpu.current.name}") or [number],  # type: ignore[func-returns-value]
             finish=lambda received: gpu.calls.append(f"finish on {gpu.current.name}"),
             device=GPU,
             timeout_s=9,
             description="a sum",
-            on_done=lambda work: None,
         )
+        started.start()
+        return started
 
     with accelerator.on_stream(torch.Stream(GPU)):
-        first = work(1, None)
-        second = work(2, first)
+        work(1)
+        second = work(2)
     done |= {1, 2}
     assert not second.is_completed(), "the device has not reached its end"
     gpu.events[1].done.set()

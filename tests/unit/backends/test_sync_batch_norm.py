@@ -1,4 +1,4 @@
-"""Batch norm over ranks as accelerators compute it, with the formulas of their kernels in plain PyTorch."""
+"""Batch norm over ranks on the CPU, and as accelerators compute it: their kernels' formulas in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def dims(tensor: Tensor) -> list[int]:
 
 
 def statistics(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    var, mean = torch.var_mean(input, dims(input), correction=0)
+    # The kernel's statistics of fp16 and bf16 are fp32.
+    values = input.to(torch.promote_types(input.dtype, torch.float32))
+    var, mean = torch.var_mean(values, dims(input), correction=0)
     return mean, (var + eps).rsqrt()
 
 
@@ -45,8 +47,8 @@ def gathered(
     mean = (shares * means).sum(0)
     var = (shares * (invstds**-2 - eps + (means - mean) ** 2)).sum(0)
     if running_mean is not None and running_var is not None:
-        running_mean.lerp_(mean, momentum)
-        running_var.lerp_(var * counts.sum() / (counts.sum() - 1), momentum)
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        running_var.lerp_((var * counts.sum() / (counts.sum() - 1)).to(running_var.dtype), momentum)
     return mean, (var + eps).rsqrt()
 
 
@@ -54,7 +56,8 @@ def normalized(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
 ) -> Tensor:
     out = (input - shaped(mean, input)) * shaped(invstd, input)
-    return out if weight is None or bias is None else out * shaped(weight, input) + shaped(bias, input)
+    out = out if weight is None else out * shaped(weight, input)
+    return out if bias is None else out + shaped(bias, input)
 
 
 def reduced(
@@ -150,18 +153,29 @@ def outcome(model: nn.Module, inputs: list[Tensor], targets: list[Tensor]) -> li
     return found
 
 
+def unbiased() -> nn.Module:
+    layer = nn.BatchNorm1d(4)
+    layer.register_parameter("bias", None)
+    return layer
+
+
 LAYERS = {
     "1d": (lambda: nn.BatchNorm1d(4), (5, 4)),
     "2d": (lambda: nn.BatchNorm2d(4, momentum=None), (5, 4, 3, 2)),
     "3d, plain": (lambda: nn.BatchNorm3d(4, affine=False), (5, 4, 2, 3, 2)),
     "untracked": (lambda: nn.BatchNorm2d(4, track_running_stats=False), (5, 4, 3, 2)),
+    "unbiased": (unbiased, (5, 4)),
 }
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_sync_batch_norm_equals_the_whole_batch(kind: str, channels_last: bool, accelerated: list[str]) -> None:
+@pytest.mark.parametrize("place", ["cpu", "accelerator"])
+def test_sync_batch_norm_equals_the_whole_batch(
+    kind: str, channels_last: bool, place: str, request: pytest.FixtureRequest
+) -> None:
     """Ranks have different batch sizes; in fp64 the results differ by rounding only, within 1e-12."""
+    kernels = request.getfixturevalue("accelerated") if place == "accelerator" else []
     make, shape = LAYERS[kind]
     torch.manual_seed(0)
     model = nn.Sequential(make()).double()
@@ -176,7 +190,19 @@ def test_sync_batch_norm_equals_the_whole_batch(kind: str, channels_last: bool, 
         assert mine.keys() == wanted.keys()
         for name, tensor in wanted.items():
             torch.testing.assert_close(mine[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
-    assert len(set(accelerated)) == 5, "all five kernels were used"
+    assert len(set(kernels)) == (5 if place == "accelerator" else 0), "all five kernels are used, or none"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_running_statistics_in_low_precision_count_all_samples(dtype: torch.dtype, accelerated: list[str]) -> None:
+    """Ranks have 70,000 samples, 1 and 257: fp16 ends at 65,504, and bf16 has no 257."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(4, momentum=None)).to(dtype)
+    inputs = [(torch.randn(count, 4) + 7 * rank).to(dtype) for rank, count in enumerate((70_000, 1, 257))]
+    exact = torch.cat(inputs).double()
+    for buffers in outcome(model, inputs, inputs):
+        assert torch.equal(buffers["0.running_mean"], exact.mean(0).to(dtype))
+        assert torch.equal(buffers["0.running_var"], exact.var(0).to(dtype))
 
 
 def of_the_whole_batch(model: nn.Module, inputs: list[Tensor], targets: list[Tensor]) -> list[dict[str, Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import sys
 from hashlib import md5
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,17 @@ def test_mnist_is_read(mnist_dir: Path, lone_backend: Backend) -> None:
     batch, _ = next(make_loader(images.train, lone_backend, LoaderPlan(1000)).epoch(0))
     assert abs(float(batch.mean())) < 0.1
     assert abs(float(batch.std()) - 1) < 0.1
+
+
+def test_torchvision_is_imported_to_download_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import takes more than a second: one rank of a node let the others wait for it."""
+    small_mnist.write(tmp_path)
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
+    mnist_module.fetch_mnist(tmp_path)
+    assert len(mnist_module.load_mnist(tmp_path).test) == 64
+    (tmp_path / mnist_module.RAW / LABELS).unlink()
+    with pytest.raises(ImportError):
+        mnist_module.fetch_mnist(tmp_path)
 
 
 LABELS = "t10k-labels-idx1-ubyte"
