@@ -86,6 +86,8 @@ class HorovodContext:
         self._kinds: dict[str, Counter[str]] = {}
         self._begun: Counter[str] = Counter()
         self._under_way: dict[str, HorovodWork] = {}
+        self._last: dict[str, Exchange] = {}
+        """of each group"""
         self._lock = threading.Lock()
         self._is_closed = False
         exchanges.sources.append(self.exchanges)
@@ -105,10 +107,9 @@ class HorovodContext:
     def exchanges(self) -> list[Exchange]:
         """Return the operations under way, and the last one of each group."""
         with self._lock:
-            works = [work for work in self._under_way.values() if not work.is_done]
-        under_way = [Exchange(f"horovod:{work.group}", work.number, work.description, False) for work in works]
-        begun = list(self._begun.items())  # the main thread adds groups
-        return under_way + [Exchange(f"horovod:{group}", last, "", True) for group, last in begun]
+            under_way = [work.exchange(is_done=False) for work in self._under_way.values() if not work.is_done]
+            last = list(self._last.values())
+        return [*under_way, *last]
 
     def begin(self, name: str, **how: Any) -> HorovodWork:
         """Start an operation as soon as its name is free.
@@ -121,7 +122,7 @@ class HorovodContext:
             previous = None
         work = HorovodWork(self.waiter, self.completer, name=name, previous=previous, on_done=self._forget, **how)
         with self._lock:
-            self._under_way[name] = work
+            self._under_way[name], self._last[work.group] = work, work.exchange(is_done=True)
         if work.advance():
             self._forget(work)
         return work

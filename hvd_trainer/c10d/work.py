@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hvd_trainer.backends.horovod_waiter import Waiter
 from hvd_trainer.errors import first_line
+from hvd_trainer.faults.exchanges import Exchange
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.tensors import tensors_in
 from hvd_trainer.utils.threads import start_thread
@@ -31,13 +32,14 @@ class HorovodWork(dist._Work):
 
     Args:
         name: by which ranks match it; two of one name are never under way at once.
-        number: among those of the group.
+        number: among those of the group, of these ranks.
+        call: what was called, with which tensors; alike on all ranks.
         previous: of the same name; the operation is begun at once, or when that is done.
         begin: hands the tensors to Horovod under a name, and returns its handles.
         finish: puts what Horovod returned for the handles in its place.
         result: of `result`, and of the future.
         device: of the tensors.
-        description: for errors.
+        where: it was called, for errors.
         on_done: called with this work when it is done.
     """
 
@@ -49,18 +51,21 @@ class HorovodWork(dist._Work):
         name: str,
         group: str,
         number: int,
+        ranks: tuple[int, ...],
+        call: str,
         previous: HorovodWork | None,
         begin: Callable[[str], list[int]],
         finish: Callable[[list[Any]], None],
         result: Any = None,
         device: torch.device,
         timeout_s: float,
-        description: str,
+        where: str,
         on_done: Callable[[HorovodWork], None],
     ) -> None:
         super().__init__()
         self._waiter, self._completer, self._on_done = waiter, completer, on_done
-        self.name, self.group, self.number, self.description = name, group, number, description
+        self.name, self.group, self.number, self.ranks, self.call = name, group, number, ranks, call
+        self.description = f"{call} {where}"
         self._previous = previous
         self._begin: Callable[[str], list[int]] | None = begin
         self._finish: Callable[[list[Any]], None] | None = finish
@@ -82,6 +87,11 @@ class HorovodWork(dist._Work):
             self._handles = begin(name)
         elif not self.advance():
             self._leave_to_completer()  # the other ranks may need it before anybody here waits for it
+
+    def exchange(self, *, is_done: bool) -> Exchange:
+        """Return what the monitor is told."""
+        text = f"{self.call}, number {self.number} of group {self.group}"
+        return Exchange(f"horovod:{self.group}", self.number, text, is_done, self.ranks)
 
     def advance(self) -> bool:
         """Begin the operation if its name is free, and finish it if its results are there; return whether."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hvd_trainer.faults.activity import EXCHANGE
 from hvd_trainer.faults.root_cause import Heartbeat
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def describe_position(heartbeat: Heartbeat) -> str:
         case "trained":
             return f"after step {heartbeat.step:,}, outside of fit"
         case phase:
-            return f"step {heartbeat.step + 1:,}, {phase}"
+            return f"step {heartbeat.step + 1:,}, {'exchange' if phase == EXCHANGE else phase}"
 
 
 def save_stacks(folder: Path, stacks: Mapping[int, str], report: str | None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 from hvd_trainer.faults import stack_dump
 from hvd_trainer.faults.root_cause import Heartbeat
@@ -26,6 +27,13 @@ class LocalRanks:
             and peer.status_fd is not None
             and (status := SharedStatus.open(peer.pid, peer.status_fd)) is not None
         }
+        self._records = ExitStack()
+        self._stacks = {
+            other: self._records.enter_context(Path(f"/proc/{peers[other].pid}/fd/{peers[other].stacks_fd}").open(errors="replace"))
+            for other in self._statuses
+            if peers[other].stacks_fd is not None
+        }
+        """kept open: they outlive the ranks"""
 
     def _is_local(self, rank: int) -> bool:
         """Return True if that rank's process is visible here, and is not another one that got its number since."""
@@ -41,6 +49,14 @@ class LocalRanks:
         """Return the step and phase of a local rank, also after its end; None for a rank elsewhere."""
         status = self._statuses.get(rank)
         return None if status is None else Heartbeat(*status.read())
+
+    def last_record(self, rank: int) -> str:
+        """Return what a local rank has written of its stacks, also when a signal has ended it."""
+        stacks = self._stacks.get(rank)
+        if stacks is None:
+            return ""
+        stacks.seek(0)
+        return stacks.read()
 
     def silent_neighbours(self, silent: Sequence[int]) -> list[int]:
         """Return the local ones of the silent ranks if this rank is the one to act for them, else nothing.
@@ -71,6 +87,7 @@ class LocalRanks:
                 os.kill(self._peers[rank].pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Unmap the status of all ranks."""
+        """Unmap the status of all ranks, and close their stacks."""
+        self._records.close()
         for status in self._statuses.values():
             status.close()

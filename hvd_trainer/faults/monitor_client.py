@@ -65,8 +65,8 @@ class MonitorClient(Monitor):
         match message:
             case StacksRequest(silent=silent):
                 self._silent = self.local_ranks.silent_neighbours(silent)
-                for shown, text in self.stacks_of([self.world.rank, *self._silent]).items():
-                    self.broadcast(Stacks(rank=shown, text=text))
+                for stacks in self.answers([self.world.rank, *self._silent]):
+                    self.broadcast(stacks)
             case JobEnded(cause=cause, exit_in_s=exit_in_s):
                 if not self.activity.reports_only:
                     self.local_ranks.kill(self._silent)
@@ -105,7 +105,7 @@ class MonitorClient(Monitor):
         neighbours = self.local_ranks.silent_neighbours(silent)
         folder = failure_report.report_folder(self.log_folder, self._token)
         shown = [self.world.rank, *neighbours] if silent else []
-        stacks = self.stacks_of(shown)
+        stacks = {answer.rank: answer.text for answer in self.answers(shown)}
         failure = Failure(
             title=STALL if goes_on else "failure",
             rank=0,
