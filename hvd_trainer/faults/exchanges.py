@@ -113,9 +113,7 @@ def _recorded() -> list[Exchange]:
     ]
     # Groups without a name are those of `hvd`, which is one of `sources`.
     return [
-        _exchange(entry, members)
-        for entry in entries
-        if not entry.get("is_p2p") and entry["process_group"][0]
+        _exchange(entry, members) for entry in entries if not entry.get("is_p2p") and entry["process_group"][0]
     ]
 
 

@@ -47,7 +47,6 @@ EXIT_GRACE_S = 3.0
 """How long a rank may take to end by itself, or by its launcher."""
 PARENT_LAUNCHERS = ("horovodrun", "torchrun", "mpirun", "mpiexec", "run")
 """Launchers whose processes are the ranks' parents until the job ends."""
-ENDED_SILENTLY = "ended without a word, as by kill -9, by os._exit, or because memory ran out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +164,9 @@ class Monitor(ABC):
             event=event,
             is_users=isinstance(error, UserError),
             heartbeat=self.own_heartbeat(),
-            exchanges=exchanges.recent() if event.in_exchange and isinstance(error, RuntimeError | TimeoutError) else [],
+            exchanges=exchanges.recent()
+            if event.in_exchange and isinstance(error, RuntimeError | TimeoutError)
+            else [],
             line=stack_dump.users_line(own, frames[len(own) - 1][1]) if own else "",
         )
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.faults import failure_report, stack_dump
 from hvd_trainer.faults.exchanges import Exchange
-from hvd_trainer.faults.failure_report import STALL, Failure, reporter
+from hvd_trainer.faults.failure_report import STALL, Failure, describe_rank, reporter
 from hvd_trainer.faults.messages import (
     Alive,
     Bye,
@@ -27,7 +27,6 @@ from hvd_trainer.faults.messages import (
     StacksRequest,
 )
 from hvd_trainer.faults.monitor import (
-    ENDED_SILENTLY,
     EXIT_GRACE_S,
     HEARTBEAT_S,
     SETTLE_S,
@@ -40,12 +39,12 @@ from hvd_trainer.faults.root_cause import (
     Heartbeat,
     RootCause,
     Stall,
-    call_text,
     culprit,
     find_root_cause,
     find_stall,
     is_certain,
     missing_in,
+    waits_of,
 )
 from hvd_trainer.rendezvous.endpoint import Endpoint
 from hvd_trainer.utils import network
@@ -118,7 +117,7 @@ class MonitorServer(Monitor):
 
     def handle_loss(self, rank: int) -> None:
         if rank not in self.done and all(event.rank != rank for event in self._events):
-            self._add_event(Event("lost", rank, ENDED_SILENTLY))
+            self._add_event(Event("lost", rank, *self.local_ranks.ending(rank)))
 
     def handle(self, rank: int, message: Message) -> None:
         if isinstance(message, Alive | RankEnded) and message.heartbeat is not None:
@@ -194,8 +193,8 @@ class MonitorServer(Monitor):
             self._end_all(RootCause(event.rank, "", reported=False), 2 * EXIT_GRACE_S)
         elif now - self._first_event < LEAVING_S.get(event.kind, SETTLE_S):
             return
-        elif event.kind == "raised" and event.in_exchange and self._exchanges.get(event.rank):
-            # All ranks live: one of them has not come to the exchange, or has asked for another one.
+        elif self._exchanges.get(event.rank) or (event.kind == "lost" and event.detail):
+            # A rank has not come to an exchange, or ranks have called different ones.
             self._inquiry = self._inquiry or self._inquire(None, now)
             if self._is_answered(self._inquiry, now):
                 self._report_event(event)
@@ -219,10 +218,11 @@ class MonitorServer(Monitor):
         heartbeat = self._heartbeats.get(event.rank, Heartbeat()) if event.rank else self.own_heartbeat()
         if event.kind in ("lost", "orphaned"):
             heartbeat = self.local_ranks.last_status(event.rank) or heartbeat
-        record = self.local_ranks.last_record(event.rank) if event.kind == "lost" else ""
-        if number := stack_dump.fatal_signal(record):
-            event = replace(event, text=f"was ended by {number}", detail=stack_dump.main_thread_section(record))
         before = [*itertools.takewhile(lambda rank: rank != event.rank, self.done)]
+        if own := self._exchanges.get(event.rank):  # else it is unknown what the rank was in
+            before = [
+                rank for rank in before if any(missing_in(call, {rank: self._exchanges[rank]}) for call in own)
+            ]
         where = failure_report.describe_position(heartbeat)
         if not (before and event.in_exchange and event.kind in ("raised", "waits")):
             return self._failure_to_come(event, where) or Failure(
@@ -231,7 +231,7 @@ class MonitorServer(Monitor):
                 heartbeat=heartbeat,
                 what=event.text,
                 detail=event.detail,
-                others=self._others(event.rank),
+                others=self._others(*([] if own else [event.rank])),
             )
         ended = event.peer if event.peer in before else before[0]
         return Failure(
@@ -306,8 +306,7 @@ class MonitorServer(Monitor):
         now = time.monotonic()
         heartbeats = self._current_heartbeats(now) if self._inquiry is None else self._inquiry.heartbeats
         lines = [
-            f"rank {rank}: {describe(heartbeats[rank])}{call_text(rank, self._exchanges)}"
-            + (f", at {self._lines[rank]}" if self._lines.get(rank) else "")
+            describe_rank(rank, heartbeats[rank], self._exchanges, self._lines.get(rank, ""))
             for rank in sorted(heartbeats)
             if rank not in named and (self._inquiry is not None or rank in self._exchanges)
         ]
@@ -322,6 +321,7 @@ class MonitorServer(Monitor):
             self._inquiry = None
             return
         activity, heartbeat = self.activity, inquiry.heartbeats[rank]
+        is_named = any(exchange.is_named for exchange in waits_of(rank, self._exchanges))
         waited_s = max(beat.oldest_s for beat in inquiry.heartbeats.values())
         goes_on = activity.reports_only
         if stall.kind == "overdue":
@@ -333,7 +333,9 @@ class MonitorServer(Monitor):
             "late": f"has made no progress for {heartbeat.seconds + heartbeat.silent_s:.0f} s ("
             + ("--timeout-s would end it" if goes_on else "if it may, raise --timeout-s")
             + ")",
-            "crossed": "waits for the others and they for it: they have not made the same exchanges, or one takes "
+            "crossed": "waits for the others and they for it: "
+            + ("under other names" if is_named else "they have not made the same exchanges")
+            + ", or one takes "
             + (f"longer than {heartbeat.seconds:.0f} s" if goes_on else "longer than --timeout-s"),
             "overdue": f"has kept others waiting for {waited_s:.0f} s "
             + (f"(HOROVOD_STALL_{'CHECK' if goes_on else 'SHUTDOWN'}_TIME_SECONDS)"),
@@ -379,10 +381,3 @@ class MonitorServer(Monitor):
             return False
         self.disconnect()
         return True
-
-
-def describe(heartbeat: Heartbeat) -> str:
-    """Return a rank's position, and for how long it has been there."""
-    where = failure_report.describe_position(heartbeat)
-    how = "waits" if heartbeat.is_waiting else "busy"
-    return f"{where}, {how} for {heartbeat.seconds + heartbeat.silent_s:.0f} s"

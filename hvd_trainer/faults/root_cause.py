@@ -143,7 +143,7 @@ def culprit(stall: Stall, heartbeats: Mapping[int, Heartbeat], facts: Facts) -> 
 
 
 def call_text(rank: int, facts: Facts) -> str:
-    """Return what a rank waits in, and for whom, such as ` in allreduce.a for rank 1`; empty if that is unknown."""
+    """Return what a rank waits in and for whom, such as ` in allreduce.a for rank 1`; empty if that is unknown."""
     for exchange, missing in waits_of(rank, facts).items():
         return f" in {exchange.text} for {ranks_text(missing)}"
     calls = sorted(facts.get(rank, ()), key=lambda exchange: exchange.is_done)

@@ -16,7 +16,7 @@ from typing import Any
 
 from hvd_trainer.faults import exchanges
 from hvd_trainer.faults.activity import BACKWARD, END, EXCHANGE, Activity
-from hvd_trainer.faults.stack_dump import main_thread, users_part
+from hvd_trainer.faults.stack_dump import main_thread, module_of, users_part
 from hvd_trainer.utils.threads import start_thread
 
 LOOK_EVERY_S = 1.0
@@ -68,8 +68,7 @@ def _told(frame: FrameType) -> str | None:
 
 
 def _is_in(frame: FrameType, packages: Sequence[str]) -> bool:
-    name = f"{frame.f_globals.get('__name__')}."
-    return any(name.startswith(f"{package}.") for package in packages)
+    return any(f"{module_of(frame)}.".startswith(f"{package}.") for package in packages)
 
 
 class ScriptWatch:

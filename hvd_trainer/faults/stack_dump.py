@@ -21,15 +21,19 @@ FATAL = "Fatal Python error: "
 """How faulthandler's record of a process begins that a signal of its own has ended."""
 FATAL_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 NEUTRAL = {"torch", "horovod", "hvd_trainer", *sys.stdlib_module_names} - {"importlib"}
-"""Packages that run and wait on behalf of who calls them; by the names under which modules were imported. An import
-is work of the caller's own, whatever imports what."""
+"""Packages that run and wait on behalf of who calls them, by the names under which modules were imported. An
+import is the caller's own work."""
+
+
+def module_of(frame: FrameType) -> str:
+    """Return the name under which a frame's module was imported, or run by -m; `__main__` if it is a file."""
+    name, spec = frame.f_globals.get("__name__"), frame.f_globals.get("__spec__")
+    return str(spec.name if name == "__main__" and spec is not None else name)
 
 
 def users_part(frames: Sequence[FrameType]) -> Sequence[FrameType]:
     """Return the frames of a stack, the outermost first, up to the innermost one of the user's own code."""
-    inside = itertools.takewhile(
-        lambda frame: str(frame.f_globals.get("__name__")).partition(".")[0] in NEUTRAL, reversed(frames)
-    )
+    inside = itertools.takewhile(lambda frame: module_of(frame).partition(".")[0] in NEUTRAL, reversed(frames))
     return frames[: len(frames) - len([*inside])]
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -45,6 +46,9 @@ class Owner(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """End all operations because of an error."""
+
+    def waiting_for(self, titles: Collection[str]) -> AbstractContextManager[None]:
+        """Mark a block as waiting for other ranks in operations."""
 
     def drive_to_end(self) -> None:
         """Return when operations have ended on all members, one of which shuts down."""

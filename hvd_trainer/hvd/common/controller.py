@@ -153,7 +153,10 @@ class Controller:
         ranks = tuple(rank for rank in self.ranks if rank not in joined)
         under_way = self._waits | {request.title: request.submitted_at for request in list(self._open.values())}
         last = Exchange(group, self._num_done, "", True)
-        return [last, *(Exchange(group, 0, title, False, ranks, True, since) for title, since in under_way.items())]
+        return [
+            last,
+            *(Exchange(group, 0, title, False, ranks, True, since) for title, since in under_way.items()),
+        ]
 
     def join(self, device: torch.device) -> int:
         """Take part in the others' operations until all have joined; return the rank that came last.
