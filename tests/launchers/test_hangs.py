@@ -1,4 +1,4 @@
-"""A job that hangs or whose exchange fails ends with a report: which rank is at fault, where, and who waits in what.
+"""A job that hangs or whose exchange fails ends with a report: who is at fault, where, and who waits in what.
 
 The scripts lie in a folder that is called like the engines' own: a clone of Horovod is.
 """
@@ -136,9 +136,7 @@ def test_ranks_that_wait_under_different_names(ranks: int, engine: str, tmp_path
     printed = run(ranks, engine, script, who=0)
     assert "waits for the others and they for it: under other names" in printed
     others = f"rank{'s' if ranks > 2 else ''} {', '.join(map(str, range(1, ranks)))}"
-    check_waits(
-        printed, {0: f"exchange, waits for . s in allreduce.a for {others}", 1: "in allreduce.b for rank 0"}
-    )
+    check_waits(printed, {0: f"exchange, waits for . s in allreduce.a for {others}", 1: "in allreduce.b for rank 0"})
 
 
 @pytest.mark.parametrize(

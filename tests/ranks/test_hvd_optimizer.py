@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from hvd_checks import run_checks
-from launchers import QUICKEST, launch, requires, run_ranks
+from launchers import QUICKEST, LaunchError, launch, requires, run_ranks
 from torch import Tensor, nn
 
 from hvd_trainer import hvd
