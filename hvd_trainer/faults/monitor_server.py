@@ -219,10 +219,9 @@ class MonitorServer(Monitor):
         if event.kind in ("lost", "orphaned"):
             heartbeat = self.local_ranks.last_status(event.rank) or heartbeat
         before = [*itertools.takewhile(lambda rank: rank != event.rank, self.done)]
-        if own := self._exchanges.get(event.rank):  # else it is unknown what the rank was in
-            before = [
-                rank for rank in before if any(missing_in(call, {rank: self._exchanges[rank]}) for call in own)
-            ]
+        calls = [call for call in self._exchanges.get(event.rank, []) if call.text]
+        if calls:  # else it is unknown what the rank was in
+            before = [rank for rank in before if any(rank in missing_in(call, self._exchanges) for call in calls)]
         where = failure_report.describe_position(heartbeat)
         if not (before and event.in_exchange and event.kind in ("raised", "waits")):
             return self._failure_to_come(event, where) or Failure(
@@ -231,7 +230,7 @@ class MonitorServer(Monitor):
                 heartbeat=heartbeat,
                 what=event.text,
                 detail=event.detail,
-                others=self._others(*([] if own else [event.rank])),
+                others=self._others(*([] if calls else [event.rank])),
             )
         ended = event.peer if event.peer in before else before[0]
         return Failure(

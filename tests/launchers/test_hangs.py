@@ -136,7 +136,8 @@ def test_ranks_that_wait_under_different_names(ranks: int, engine: str, tmp_path
     printed = run(ranks, engine, script, who=0)
     assert "waits for the others and they for it: under other names" in printed
     others = f"rank{'s' if ranks > 2 else ''} {', '.join(map(str, range(1, ranks)))}"
-    check_waits(printed, {0: f"exchange, waits for . s in allreduce.a for {others}", 1: "in allreduce.b for rank 0"})
+    waits = {0: f"exchange, waits for . s in allreduce.a for {others}", 1: "in allreduce.b for rank 0"}
+    check_waits(printed, waits)
 
 
 @pytest.mark.parametrize(
