@@ -60,7 +60,7 @@ class Activity:
         self._status.write(self.step, self.phase)
         return self._status.descriptor
 
-    def stop_sharing(self) -> None:
+    def close(self) -> None:
         """Undo `share`."""
         status, self._status = self._status, None
         if status is not None:

@@ -26,7 +26,7 @@ from hvd_trainer.faults.activity import END, Activity
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, reporter
 from hvd_trainer.faults.local_ranks import LocalRanks
 from hvd_trainer.faults.messages import Channel, Done, Message, RankEnded, Stacks
-from hvd_trainer.faults.root_cause import Event, Heartbeat, RootCause
+from hvd_trainer.faults.root_cause import Event, Heartbeat, RootCause, missing_in
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
 from hvd_trainer.utils.network import LOOPBACK, shut_down_connections
@@ -290,7 +290,7 @@ class Monitor(ABC):
             return
         for exchange in exchanges.unfinished():
             for rank, done in self.done.items():
-                if not exchange.is_named and exchange.is_missing_in(done.exchanges):
+                if not exchange.is_named and missing_in(exchange, {rank: done.exchanges}):
                     stack = stack_dump.main_thread_section(stack_dump.own_stacks())
                     event = Event("waits", self.world.rank, f"waits in {exchange.text}", stack, True, rank)
                     self.handle(self.world.rank, RankEnded(event=event, heartbeat=self.own_heartbeat()))

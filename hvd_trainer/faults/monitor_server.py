@@ -249,7 +249,7 @@ class MonitorServer(Monitor):
             return None
         last = {exchange.group: exchange for exchange in reversed(own)}  # PyTorch counts a failed one as done
         for exchange in (*(exchange for exchange in own if not exchange.is_done), *last.values()):
-            missing = [rank for rank in missing_in(exchange, self._exchanges) if rank != event.rank]
+            missing = [rank for rank in missing_in(exchange, self._exchanges) if rank in inquiry.stacks]
             if missing:
                 rank = next((rank for rank in missing if not inquiry.heartbeats[rank].is_waiting), missing[0])
                 stack = stack_dump.main_thread_section(inquiry.stacks.get(rank, "")).rstrip()
@@ -300,14 +300,20 @@ class MonitorServer(Monitor):
     def _is_answered(self, inquiry: _Inquiry, now: float) -> bool:
         return now > inquiry.until or inquiry.stacks.keys() >= {0, *self.channels}
 
+    def _forget_answers(self) -> None:
+        """Let a further inquiry begin with what is known for good: the exchanges of ranks that are done."""
+        self._inquiry = None
+        self._exchanges = {rank: done.exchanges for rank, done in self.done.items()}
+        self._lines.clear()
+
     def _others(self, *named: int) -> list[str]:
         """Return a line for each rank that has told where it is, but for those that the report names already."""
-        now = time.monotonic()
-        heartbeats = self._current_heartbeats(now) if self._inquiry is None else self._inquiry.heartbeats
+        inquiry = self._inquiry
+        heartbeats = self._current_heartbeats(time.monotonic()) if inquiry is None else inquiry.heartbeats
         lines = [
             describe_rank(rank, heartbeats[rank], self._exchanges, self._lines.get(rank, ""))
             for rank in sorted(heartbeats)
-            if rank not in named and (self._inquiry is not None or rank in self._exchanges)
+            if rank not in named and (inquiry is not None or rank in self._exchanges)
         ]
         if len(lines) > MAX_OTHERS:
             lines[MAX_OTHERS:] = [f"and {len(lines) - MAX_OTHERS} more"]
@@ -317,7 +323,7 @@ class MonitorServer(Monitor):
         """Report a stall with the stacks of all ranks, and end the job, if a time limit was given."""
         rank = culprit(stall, inquiry.heartbeats, self._exchanges)
         if rank is None:  # they have all come meanwhile
-            self._inquiry = None
+            self._forget_answers()
             return
         activity, heartbeat = self.activity, inquiry.heartbeats[rank]
         is_named = any(exchange.is_named for exchange in waits_of(rank, self._exchanges))
@@ -355,8 +361,9 @@ class MonitorServer(Monitor):
         )
         failure_report.save_stacks(folder, inquiry.stacks, failure.text())
         if goes_on:
-            self._inquiry, self.has_reported_stall = None, stall.kind != "overdue"
+            self.has_reported_stall |= stall.kind != "overdue"
             reporter.write(failure.text())
+            self._forget_answers()
             return
         reporter.report(failure.text())
         self.local_ranks.kill(self.local_ranks.silent_neighbours(stall.ranks if stall.kind == "silent" else ()))

@@ -83,7 +83,7 @@ class ScriptWatch:
         self._timeout_s = timeout_s
         self._activity: Activity | None = None
         self._num_written = 0
-        self._is_ending = threading.Event()
+        self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, activity: Activity) -> None:
@@ -98,9 +98,9 @@ class ScriptWatch:
                 self._count_output(stream)
             self._thread = start_thread(self._run, "watch")
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Watch no more."""
-        self._is_ending.set()
+        self._is_closing.set()
         if self._thread is not None:
             self._thread.join(LOOK_EVERY_S)
 
@@ -115,7 +115,7 @@ class ScriptWatch:
 
     def _run(self) -> None:
         last: Any = None
-        while not self._is_ending.wait(LOOK_EVERY_S):
+        while not self._is_closing.wait(LOOK_EVERY_S):
             stack = main_thread()
             assert self._activity is not None
             phase = phase_of(stack)

@@ -263,6 +263,13 @@ def test_stall_is_reported_and_ended_as_horovods_variables_say(
     check_waits(printed, {next(rank for rank in range(ranks) if rank != who): f"for rank {who}"})
 
 
+def test_rank_that_has_joined_may_wait_for_long(tmp_path: Path) -> None:
+    text = "if rank != who:\n    for _ in range(6): time.sleep(0.5); hvd.allreduce(torch.ones(3))\nhvd.join()"
+    script = write(tmp_path, HVD.format(api="hvd_trainer.hvd") + text)
+    env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+    assert "waiting" not in launch(QUICKEST, 3, [str(script), "1"], env=env).stderr
+
+
 def test_stall_check_may_be_disabled(tmp_path: Path) -> None:
     text = "time.sleep(4 * (rank == who))\nhvd.allreduce(torch.ones(3), name='a')"
     script = write(tmp_path, HVD.format(api="hvd_trainer.hvd") + text)

@@ -89,7 +89,7 @@ class Controller:
         self._num_rounds = 0
         self._num_done = 0
         self._waits: dict[str, float] = {}
-        """since when this rank waits for what has no request of its own"""
+        """since when this rank waits for what has no request of its own; 0: for as long as it takes"""
         self._flags = 0
         self._last_joined = -1
         self._work = threading.Event()
@@ -136,9 +136,13 @@ class Controller:
                 self._drive_until(lambda: request.is_done)
 
     @contextmanager
-    def waiting_for(self, titles: Collection[str]) -> Iterator[None]:
-        """Mark the block as waiting for other ranks, in what has these names and no request."""
-        waits = dict.fromkeys(titles, time.monotonic())
+    def waiting_for(self, titles: Collection[str], *, may_last: bool = False) -> Iterator[None]:
+        """Mark the block as waiting for other ranks, in what has these names and no request.
+
+        Args:
+            may_last: whether the others may do without this rank for as long as they want.
+        """
+        waits = dict.fromkeys(titles, 0.0 if may_last else time.monotonic())
         self._waits |= waits
         try:
             with self.session.activity.waiting():
@@ -173,7 +177,7 @@ class Controller:
                 raise HorovodInternalError(self.ended)
             self._flags |= wire.JOINED
         self.schedules.leave(wire.JOINED)
-        with self.waiting_for(["join"]):
+        with self.waiting_for(["join"], may_last=True):
             self._drive_until(lambda: not self._flags & wire.JOINED)
         if self.ended is not None:
             raise HorovodInternalError(self.ended)
@@ -208,7 +212,7 @@ class Controller:
 
     def drive_to_end(self) -> None:
         """Return when operations have ended: all members have come to a round in which one shuts down."""
-        with self.waiting_for(["shutdown"]):
+        with self.waiting_for(["shutdown"], may_last=True):
             self._drive_until(lambda: self.ended is not None)
 
     def _stop_thread(self) -> None:
