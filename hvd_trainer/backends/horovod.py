@@ -24,6 +24,7 @@ from hvd_trainer.backends.base import Backend
 from hvd_trainer.backends.buckets import BucketReducer, Reducer, sparse_parameters
 from hvd_trainer.backends.compiled import compile_in_buckets
 from hvd_trainer.backends.horovod_collectives import HorovodCollectives
+from hvd_trainer.backends.horovod_operations import tell_monitor
 from hvd_trainer.backends.horovod_reducer import HorovodBucketExchange, HorovodSparseReducer
 from hvd_trainer.backends.horovod_start import (
     MIN_PATCH_SET_BFLOAT16,
@@ -99,6 +100,7 @@ class HorovodBackend(Backend):
         own_sets = (group for group in sets if self.world.rank in group.ranks)
         self.collectives.process_set = next(own_sets, hvd.global_process_set)
         check_world(self.world, "Horovod", hvd.rank(), hvd.size())
+        tell_monitor(hvd.mpi_ops)
 
     def _mpi_variables(self) -> dict[str, str]:
         """Return the variables that make Horovod use MPI, from which it learns this world.

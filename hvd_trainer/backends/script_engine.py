@@ -114,7 +114,7 @@ class ScriptEngine(Engine):
         """
         if not self.is_in_charge:
             return
-        self.watch.end()
+        self.watch.close()
         begun, self._begun = self._begun, []
         failure = None if isinstance(error, SystemExit) and error.code in (None, 0) else error
         for session in begun:

@@ -197,7 +197,7 @@ class Session:
         """Return what this rank tells the others, and open the descriptors by which they can inspect it."""
         monitored = self.world.size > 1
         stacks_fd, status_fd = (stack_dump.register_signal(), self.activity.share()) if monitored else (None, None)
-        self._cleanup.callback(self.activity.stop_sharing)
+        self._cleanup.callback(self.activity.close)
         self._cleanup.callback(stack_dump.unregister_signal, stacks_fd)
         return RankInfo(
             host=self.world.host or socket.gethostname(),

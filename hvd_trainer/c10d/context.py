@@ -86,6 +86,8 @@ class HorovodContext:
         self._kinds: dict[str, Counter[str]] = {}
         self._begun: Counter[str] = Counter()
         self._queues: dict[str, NameQueue] = {}
+        self._last: dict[str, Exchange] = {}
+        """of each group"""
         self._lock = threading.Lock()
         self._is_closed = False
         exchanges.sources.append(self.exchanges)
@@ -106,9 +108,7 @@ class HorovodContext:
         """Return the operations under way, and the last one of each group."""
         # Without a lock: another thread that holds one may be stuck.
         works = [work for queue in list(self._queues.values()) for work in list(queue.works) if not work.is_done]
-        under_way = [Exchange(f"horovod:{work.group}", work.number, work.description, False) for work in works]
-        begun = list(self._begun.items())  # the main thread adds groups
-        return under_way + [Exchange(f"horovod:{group}", last, "", True) for group, last in begun]
+        return [*(work.exchange(is_done=False) for work in works), *list(self._last.values())]
 
     def begin(self, name: str, **how: Any) -> HorovodWork:
         """Start an operation as soon as its name is free.
@@ -121,6 +121,7 @@ class HorovodContext:
             if queue is None:
                 queue = self._queues[name] = NameQueue(name, self._forget)
             work = HorovodWork(queue, self.waiter, self.completer, **how)
+            self._last[work.group] = work.exchange(is_done=True)
         work.start()
         return work
 

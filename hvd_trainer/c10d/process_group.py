@@ -332,12 +332,14 @@ class HorovodProcessGroup(dist.ProcessGroup):
             name,
             group=self._group,
             number=number,
+            ranks=self._ranks,
+            call=kind,
             begin=lambda name: [begin(f"{name}.{i}") for i, begin in enumerate(begins) if begin is not None],
             finish=finish,
             result=result,
             device=tensors[0].device,
             timeout_s=(timeout if timeout > UNSET else self._timeout).total_seconds(),
-            description=f"{kind} in group {self._group} on rank {self._me} of {self._size}",
+            where=f"in group {self._group} on rank {self._me} of {self._size}",
         )
 
     def _all_reduction(self, buffer: Tensor, opts: Any) -> Begin | None:

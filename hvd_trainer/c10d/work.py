@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from hvd_trainer.backends.horovod_waiter import Waiter
 from hvd_trainer.errors import first_line
+from hvd_trainer.faults.exchanges import Exchange
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.tensors import tensors_in
 from hvd_trainer.utils.threads import start_thread
@@ -86,12 +87,13 @@ class HorovodWork(dist._Work):
 
     Args:
         queue: of its name, by which ranks match it.
-        number: among those of the group.
+        number: among those of the group, of these ranks.
+        call: what was called, with which tensors; alike on all ranks.
         begin: hands the tensors to Horovod under a name, and returns its handles.
         finish: puts what Horovod returned for the handles in its place.
         result: of `result`, and of the future.
         device: of the tensors.
-        description: for errors.
+        where: it was called, for errors.
     """
 
     def __init__(
@@ -102,16 +104,19 @@ class HorovodWork(dist._Work):
         *,
         group: str,
         number: int,
+        ranks: tuple[int, ...],
+        call: str,
         begin: Callable[[str], list[int]],
         finish: Callable[[list[Any]], None],
         result: Any = None,
         device: torch.device,
         timeout_s: float,
-        description: str,
+        where: str,
     ) -> None:
         super().__init__()
         self._queue, self._waiter, self._completer = queue, waiter, completer
-        self.group, self.number, self.description = group, number, description
+        self.group, self.number, self.ranks, self.call = group, number, ranks, call
+        self.description = f"{call} {where}"
         self._begin: Callable[[str], list[int]] | None = begin
         self._finish: Callable[[list[Any]], None] | None = finish
         self._result, self._timeout_s = result, timeout_s
@@ -133,6 +138,11 @@ class HorovodWork(dist._Work):
         """Begin the operation, at once or when those of its name that came before are done."""
         if not self.advance() and self._handles is None:
             self._leave_to_completer()  # the other ranks may need it before anybody here waits for it
+
+    def exchange(self, *, is_done: bool) -> Exchange:
+        """Return what the monitor is told."""
+        text = f"{self.call}, number {self.number} of group {self.group}"
+        return Exchange(f"horovod:{self.group}", self.number, text, is_done, self.ranks)
 
     def advance(self) -> bool:
         """Finish the operation if its results are there; return whether it is done."""

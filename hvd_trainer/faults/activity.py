@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from hvd_trainer.faults.shared_status import SharedStatus
 
-EXCHANGE, END = "reduce", "end"
+BACKWARD, EXCHANGE, END = "backward", "reduce", "end"
 MIN_DEVICE_LAG_S = 1.0
 """The device is asked whether it is in an exchange only if the host has made no progress for so long: the driver's
 call may block while another thread waits for space in the device's queue."""
@@ -33,6 +33,9 @@ class Activity:
         long_limit_s: how long each of `LONG_PHASES` may take, in seconds; None: no limit.
         step_limit_s: the same for any other phase.
         reports_only: whether the first rank that takes longer is reported, and the job continues.
+        warn_wait_s: how long a rank may keep others waiting in an exchange before that is reported, in seconds,
+            whatever it does meanwhile; 0: no limit. Rank 0's counts; so does `end_wait_s`.
+        end_wait_s: the same before the job ends.
         is_exchanging: returns whether the device has an unfinished exchange that the host does not wait for.
         listeners: called with each phase that begins; waiting for other ranks is `reduce`, in whatever phase.
     """
@@ -43,6 +46,7 @@ class Activity:
         self.long_limit_s: float | None = None
         self.step_limit_s: float | None = None
         self.reports_only = False
+        self.warn_wait_s = self.end_wait_s = 0.0
         self.listeners: list[Callable[[str], None]] = []
         self.is_exchanging: Callable[[], bool] = lambda: False
         self._waits = 0
@@ -56,7 +60,7 @@ class Activity:
         self._status.write(self.step, self.phase)
         return self._status.descriptor
 
-    def stop_sharing(self) -> None:
+    def close(self) -> None:
         """Undo `share`."""
         status, self._status = self._status, None
         if status is not None:
@@ -75,6 +79,10 @@ class Activity:
             self._status.write(self.step, phase)
         if self.listeners:
             self._notify(phase)
+
+    def advance(self) -> None:
+        """Note progress within a phase."""
+        self.since = time.monotonic()
 
     def finish_step(self, step: int) -> None:
         """Note that so many optimizer steps are completed."""
@@ -149,7 +157,7 @@ class Activity:
     @property
     def in_exchange(self) -> bool:
         """Whether an exception that was raised now may be the consequence of another rank's failure."""
-        return self._raised_while_waiting or self.phase in (EXCHANGE, "backward")
+        return self._raised_while_waiting or self.phase in (EXCHANGE, BACKWARD)
 
     @property
     def limit_s(self) -> float | None:

@@ -1,7 +1,7 @@
-"""The exchanges that this process has begun in groups of torch.distributed, whoever carries them out.
+"""The exchanges that this process has begun, whoever carries them out: what ranks wait for each other in.
 
 PyTorch's flight recorder has the last 2,000 of Gloo and NCCL, also those that DDP makes in C++. All ranks of a
-group number its exchanges alike: one that a rank has not begun before it ended is never complete on the others.
+group number its exchanges alike. Horovod, and its API on torch.distributed, match them by name instead.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from hvd_trainer.utils.process import start_in_thread
 NCCL_SINCE_2_15 = "nccl2"
 """the name of PyTorch's newer class of groups for NCCL, and of what it records"""
 ANSWER_TIMEOUT_S = 2.0
+MAX_PER_GROUP = 8
+"""How many exchanges of a group `recent` returns."""
 
 
 class Exchange(NamedTuple):
@@ -26,23 +28,51 @@ class Exchange(NamedTuple):
     group: str
     """the group's name and what carries it, alike on all its ranks"""
     number: int
-    """among those of the group, from 1"""
+    """among those of the group that this process has begun, from 1"""
     text: str
+    """what was called, with which shapes"""
     is_done: bool
+    ranks: tuple[int, ...] = ()
+    """of the group; empty: unknown"""
+    is_named: bool = False
+    """whether ranks match it by its text, instead of by its number"""
+    since: float = 0.0
+    """when it began, by `time.monotonic`; 0: unknown"""
+
+    def is_missing_in(self, others: list[Exchange]) -> bool:
+        """Return whether a rank that has begun these has not begun this one."""
+        own_group = [other for other in others if other.group == self.group]
+        if self.is_named:
+            return all(other.is_done or other.text != self.text for other in own_group)
+        return max((other.number for other in own_group), default=0 if self.ranks else self.number) < self.number
 
 
 sources: list[Callable[[], list[Exchange]]] = []
 """Return the last exchange of each group, and all under way, of a backend that PyTorch does not record."""
 
 
-def begun() -> dict[str, int]:
-    """Return the number of the last exchange of each group."""
-    return {exchange.group: exchange.number for exchange in _exchanges()}
+def recent() -> list[Exchange]:
+    """Return the last exchanges of each group, and those that are under way; for NCCL those in the GPU's queue."""
+    groups: dict[str, list[Exchange]] = {}
+    for exchange in _exchanges():
+        groups.setdefault(exchange.group, []).append(exchange)
+    return [
+        exchange
+        for group in groups.values()
+        for place, exchange in enumerate(reversed(group))
+        if place < MAX_PER_GROUP or not exchange.is_done
+    ]
 
 
 def unfinished() -> list[Exchange]:
-    """Return the exchanges that are under way; for NCCL those in the GPU's queue."""
+    """Return the exchanges that are under way."""
     return [exchange for exchange in _exchanges() if not exchange.is_done]
+
+
+def oldest() -> float | None:
+    """Return when the oldest exchange under way began, of those of `sources`; None if there is none."""
+    times = [exchange.since for source in sources for exchange in source() if not exchange.is_done]
+    return min(filter(None, times), default=None)
 
 
 def progress() -> list[Any]:
@@ -75,19 +105,37 @@ def _exchanges() -> list[Exchange]:
 
 
 def _recorded() -> list[Exchange]:
+    members = _members()
     entries = [
         entry
         for dump in _recorders()
         for entry in json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
     ]
-    return [_exchange(entry) for entry in entries if not entry.get("is_p2p")]
+    # Groups without a name are those of `hvd`, which is one of `sources`.
+    return [
+        _exchange(entry, members) for entry in entries if not entry.get("is_p2p") and entry["process_group"][0]
+    ]
 
 
-def _exchange(entry: dict[str, Any]) -> Exchange:
+def _members() -> dict[str, tuple[int, ...]]:
+    """Return the ranks of each group of torch.distributed, by its name."""
+    world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    if world is None:
+        return {}
+    # Copies: the main thread adds groups.
+    ranks = dict(world.pg_group_ranks)
+    return {name: tuple(sorted(ranks.get(group, ()))) for group, name in dict(world.pg_names).items()}
+
+
+def _exchange(entry: dict[str, Any], members: dict[str, tuple[int, ...]]) -> Exchange:
     name, group, number = entry["profiling_name"], entry["process_group"][0], entry["collective_seq_id"]
+    carrier, _, call = name.partition(":")
+    kinds = entry.get("input_dtypes", ["tensors"])
+    shapes = [f"{kind.lower()}{shape}" for kind, shape in zip(kinds, entry["input_sizes"], strict=False)]
     return Exchange(
-        group=f"{name.partition(':')[0]}:{group}",
+        group=f"{carrier}:{group}",
         number=number,
-        text=f"{name} of {entry['input_sizes']}, number {number} of group {group}",
+        text=f"{call}{' of ' if shapes else ''}{', '.join(shapes)}, number {number} of group {group}",
         is_done=entry.get("retired", False) or entry["state"] == "completed",
+        ranks=members.get(group, ()),
     )

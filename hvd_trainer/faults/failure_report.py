@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvd_trainer.faults.root_cause import Heartbeat
+from hvd_trainer.faults.activity import EXCHANGE
+from hvd_trainer.faults.root_cause import Facts, Heartbeat, call_text
 
 if TYPE_CHECKING:
     # It imports PyTorch, and `run_job` reports mistyped options without.
@@ -109,7 +110,19 @@ def describe_position(heartbeat: Heartbeat) -> str:
         case "trained":
             return f"after step {heartbeat.step:,}, outside of fit"
         case phase:
-            return f"step {heartbeat.step + 1:,}, {phase}"
+            return f"step {heartbeat.step + 1:,}, {'exchange' if phase == EXCHANGE else phase}"
+
+
+def describe_rank(rank: int, heartbeat: Heartbeat, facts: Facts, line: str) -> str:
+    """Return a rank's position, for how long it has been there, and what it waits in.
+
+    Args:
+        line: of the user's own code; empty if unknown.
+    """
+    how = "waits" if heartbeat.is_waiting else "busy"
+    seconds = heartbeat.seconds + heartbeat.silent_s
+    where = f"{describe_position(heartbeat)}, {how} for {seconds:.0f} s{call_text(rank, facts)}"
+    return f"rank {rank}: {where}{', at ' if line else ''}{line}"
 
 
 def save_stacks(folder: Path, stacks: Mapping[int, str], report: str | None) -> None:

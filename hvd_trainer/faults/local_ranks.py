@@ -13,6 +13,9 @@ from hvd_trainer.faults.shared_status import SharedStatus
 from hvd_trainer.rendezvous.ranks import RankInfo
 from hvd_trainer.utils.process import start_time
 
+MAX_RECORD_BYTES = 1 << 20
+ENDED_SILENTLY = "ended without a word, as by kill -9, by os._exit, or because memory ran out"
+
 
 class LocalRanks:
     """The ranks whose processes this rank can see: it can read their status and signal them."""
@@ -26,6 +29,12 @@ class LocalRanks:
             and peer.status_fd is not None
             and (status := SharedStatus.open(peer.pid, peer.status_fd)) is not None
         }
+        self._records: dict[int, int] = {}
+        """descriptors of what faulthandler writes there: it outlives the rank"""
+        for other in self._statuses:
+            with suppress(OSError):
+                path = f"/proc/{peers[other].pid}/fd/{peers[other].stacks_fd}"
+                self._records[other] = os.open(path, os.O_RDONLY)
 
     def _is_local(self, rank: int) -> bool:
         """Return True if that rank's process is visible here, and is not another one that got its number since."""
@@ -41,6 +50,14 @@ class LocalRanks:
         """Return the step and phase of a local rank, also after its end; None for a rank elsewhere."""
         status = self._statuses.get(rank)
         return None if status is None else Heartbeat(*status.read())
+
+    def ending(self, rank: int) -> tuple[str, str]:
+        """Return how a rank has ended that is gone, and the main thread's stack if a fatal signal has ended it."""
+        if rank in self._records:
+            record = os.pread(self._records[rank], MAX_RECORD_BYTES, 0).decode(errors="replace")
+            if name := stack_dump.fatal_signal(record):
+                return f"was ended by {name}; its own output may say why", stack_dump.main_thread_section(record)
+        return ENDED_SILENTLY, ""
 
     def silent_neighbours(self, silent: Sequence[int]) -> list[int]:
         """Return the local ones of the silent ranks if this rank is the one to act for them, else nothing.
@@ -71,6 +88,9 @@ class LocalRanks:
                 os.kill(self._peers[rank].pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Unmap the status of all ranks."""
+        """Unmap the status of all ranks, and close their stacks."""
+        for record in self._records.values():
+            os.close(record)
+        self._records.clear()
         for status in self._statuses.values():
             status.close()

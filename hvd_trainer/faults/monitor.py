@@ -25,8 +25,8 @@ from hvd_trainer.faults import exchanges, failure_report, stack_dump
 from hvd_trainer.faults.activity import END, Activity
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, reporter
 from hvd_trainer.faults.local_ranks import LocalRanks
-from hvd_trainer.faults.messages import Channel, Done, Message, RankEnded
-from hvd_trainer.faults.root_cause import Event, Heartbeat, RootCause
+from hvd_trainer.faults.messages import Channel, Done, Message, RankEnded, Stacks
+from hvd_trainer.faults.root_cause import Event, Heartbeat, RootCause, missing_in
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
 from hvd_trainer.utils.network import LOOPBACK, shut_down_connections
@@ -47,7 +47,6 @@ EXIT_GRACE_S = 3.0
 """How long a rank may take to end by itself, or by its launcher."""
 PARENT_LAUNCHERS = ("horovodrun", "torchrun", "mpirun", "mpiexec", "run")
 """Launchers whose processes are the ranks' parents until the job ends."""
-ENDED_SILENTLY = "ended without a word, as by kill -9, by os._exit, or because memory ran out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +158,17 @@ class Monitor(ABC):
         elif reporter.prints_tracebacks:
             text, detail = "raised an exception", "".join(traceback.format_exception(error))
         event = Event(how, self.world.rank, _encodable(text), _encodable(detail), self.activity.in_exchange)
-        return RankEnded(event=event, is_users=isinstance(error, UserError), heartbeat=self.own_heartbeat())
+        frames = [*traceback.walk_tb(error.__traceback__)]
+        own = stack_dump.users_part([frame for frame, _ in frames])
+        return RankEnded(
+            event=event,
+            is_users=isinstance(error, UserError),
+            heartbeat=self.own_heartbeat(),
+            exchanges=exchanges.recent()
+            if event.in_exchange and isinstance(error, RuntimeError | TimeoutError)
+            else [],
+            line=stack_dump.users_line(own, frames[len(own) - 1][1]) if own else "",
+        )
 
     # Called by the monitor's thread.
 
@@ -191,10 +200,15 @@ class Monitor(ABC):
     def disconnect_if_done(self) -> bool:
         """Disconnect and return True, unless other ranks still need the channels."""
 
-    def stacks_of(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the stacks of this rank, and of local ones that are silent."""
+    def answers(self, ranks: Sequence[int]) -> list[Stacks]:
+        """Return the stacks of this rank, with its exchanges, and of local ones that are silent."""
         resumes = not self.activity.reports_only
-        return {rank: self.local_ranks.stacks_of(rank, resumes=resumes) for rank in ranks}
+        answers = [Stacks(rank=rank, text=self.local_ranks.stacks_of(rank, resumes=resumes)) for rank in ranks]
+        for answer in answers:
+            if answer.rank == self.world.rank:
+                answer.exchanges = exchanges.recent()
+                answer.line = stack_dump.users_line(stack_dump.main_thread())
+        return answers
 
     def add_channel(self, rank: int, channel: Channel) -> None:
         """Handle what a rank sends by a channel from now on."""
@@ -262,7 +276,7 @@ class Monitor(ABC):
                 self._closing = True
                 continue
             if isinstance(message, Done):
-                message.begun = exchanges.begun()
+                message.exchanges = exchanges.recent()
                 self.send_heartbeat()  # the last one, with the step in which it has ended
             self.handle(self.world.rank, message)
 
@@ -276,7 +290,7 @@ class Monitor(ABC):
             return
         for exchange in exchanges.unfinished():
             for rank, done in self.done.items():
-                if exchange.number > done.begun.get(exchange.group, exchange.number):
+                if not exchange.is_named and missing_in(exchange, {rank: done.exchanges}):
                     stack = stack_dump.main_thread_section(stack_dump.own_stacks())
                     event = Event("waits", self.world.rank, f"waits in {exchange.text}", stack, True, rank)
                     self.handle(self.world.rank, RankEnded(event=event, heartbeat=self.own_heartbeat()))
@@ -296,13 +310,14 @@ class Monitor(ABC):
 
     def own_heartbeat(self) -> Heartbeat:
         """Return this rank's heartbeat."""
-        activity = self.activity
+        activity, oldest = self.activity, exchanges.oldest()
         return Heartbeat(
             step=activity.step,
             phase=activity.phase,
             seconds=time.monotonic() - activity.since,
             is_waiting=activity.is_waiting,
             limit_s=None if _is_debugged() else activity.limit_s,
+            oldest_s=0.0 if oldest is None else time.monotonic() - oldest,
         )
 
     # The end of the job.

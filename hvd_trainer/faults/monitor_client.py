@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.faults import failure_report, stack_dump
-from hvd_trainer.faults.failure_report import STALL, Failure, reporter
-from hvd_trainer.faults.messages import Alive, Bye, Channel, Done, JobEnded, Message, Stacks, StacksRequest
+from hvd_trainer.faults.failure_report import STALL, Failure, describe_rank, reporter
+from hvd_trainer.faults.messages import Alive, Bye, Channel, Done, JobEnded, Message, RankEnded, StacksRequest
 from hvd_trainer.faults.monitor import (
-    ENDED_SILENTLY,
     EXIT_GRACE_S,
     SETTLE_S,
     STACKS_TIMEOUT_S,
@@ -49,6 +48,8 @@ class MonitorClient(Monitor):
         self._lost_at: float | None = None
         self._may_disconnect = False
         """whether rank 0 has disconnected on purpose: the channel's end is no failure"""
+        self._line = ""
+        """of the user's own code where this rank has failed"""
         self._silent: list[int] = []
         """the silent ranks of this machine that this rank acts for"""
 
@@ -60,13 +61,15 @@ class MonitorClient(Monitor):
 
     def handle(self, rank: int, message: Message) -> None:
         if rank == self.world.rank:
+            if isinstance(message, RankEnded):
+                self._line = message.line
             self.broadcast(message)
             return
         match message:
             case StacksRequest(silent=silent):
                 self._silent = self.local_ranks.silent_neighbours(silent)
-                for shown, text in self.stacks_of([self.world.rank, *self._silent]).items():
-                    self.broadcast(Stacks(rank=shown, text=text))
+                for stacks in self.answers([self.world.rank, *self._silent]):
+                    self.broadcast(stacks)
             case JobEnded(cause=cause, exit_in_s=exit_in_s):
                 if not self.activity.reports_only:
                     self.local_ranks.kill(self._silent)
@@ -83,15 +86,17 @@ class MonitorClient(Monitor):
         silent_s = now - self.last_message[0]
         settle_s = SETTLE_S if self.world.rank == 1 else EXIT_GRACE_S
         if self._lost_at is not None and now - self._lost_at > settle_s:
-            self._report_rank_0(ENDED_SILENTLY, ())
+            self._report_rank_0(*self.local_ranks.ending(0))
         elif self._lost_at is None and silent_s > self.activity.silence_limit_s + STACKS_TIMEOUT_S:
-            self._report_rank_0(f"has not answered for {silent_s:.0f} s: it is stopped, or its machine is", (0,))
+            what = f"has not answered for {silent_s:.0f} s: it is stopped, or its machine is"
+            self._report_rank_0(what, silent=(0,))
 
-    def _report_rank_0(self, what: str, silent: Sequence[int]) -> None:
+    def _report_rank_0(self, what: str, detail: str = "", silent: Sequence[int] = ()) -> None:
         """End the job because of rank 0, or only say that it is silent; rank 1 prints the report.
 
         Args:
             what: happened to rank 0.
+            detail: its stack, if a signal has ended it.
             silent: rank 0 if it is silent, none if it is gone.
         """
         goes_on = bool(silent) and self.activity.reports_only
@@ -104,18 +109,24 @@ class MonitorClient(Monitor):
         heartbeat = self.local_ranks.last_status(0) or Heartbeat(self.activity.step, "reduce")
         neighbours = self.local_ranks.silent_neighbours(silent)
         folder = failure_report.report_folder(self.log_folder, self._token)
-        shown = [self.world.rank, *neighbours] if silent else []
-        stacks = self.stacks_of(shown)
+        own, *others = self.answers([self.world.rank, *neighbours])
+        stacks = {answer.rank: answer.text for answer in (own, *others)}
         failure = Failure(
             title=STALL if goes_on else "failure",
             rank=0,
             peers=self.peers,
             heartbeat=heartbeat,
             what=what,
-            detail=stack_dump.main_thread_section(stacks.get(0, "")),
+            detail=detail or stack_dump.main_thread_section(stacks.get(0, "")),
+            others=[
+                describe_rank(
+                    self.world.rank, self.own_heartbeat(), {self.world.rank: own.exchanges}, self._line or own.line
+                )
+            ],
             folder=str(folder) if silent else "",
         )
-        failure_report.save_stacks(folder, stacks, failure.text() if silent and self.world.rank == 1 else None)
+        if silent:
+            failure_report.save_stacks(folder, stacks, failure.text() if self.world.rank == 1 else None)
         if goes_on:
             self.has_reported_stall = True
             reporter.write(failure.text())

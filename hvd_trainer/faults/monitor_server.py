@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.faults import failure_report, stack_dump
-from hvd_trainer.faults.failure_report import STALL, Failure, reporter
+from hvd_trainer.faults.exchanges import Exchange
+from hvd_trainer.faults.failure_report import STALL, Failure, describe_rank, reporter
 from hvd_trainer.faults.messages import (
     Alive,
     Bye,
@@ -26,7 +27,6 @@ from hvd_trainer.faults.messages import (
     StacksRequest,
 )
 from hvd_trainer.faults.monitor import (
-    ENDED_SILENTLY,
     EXIT_GRACE_S,
     HEARTBEAT_S,
     SETTLE_S,
@@ -39,9 +39,12 @@ from hvd_trainer.faults.root_cause import (
     Heartbeat,
     RootCause,
     Stall,
+    culprit,
     find_root_cause,
     find_stall,
     is_certain,
+    missing_in,
+    waits_of,
 )
 from hvd_trainer.rendezvous.endpoint import Endpoint
 from hvd_trainer.utils import network
@@ -57,16 +60,17 @@ RANK_0_DELAY_S = 0.3
 
 
 @dataclass(kw_only=True)
-class _StallReport:
-    """A stall that was found, while the stacks of all ranks are gathered."""
+class _Inquiry:
+    """What all ranks are asked for before the report of a stall, or of an exchange that has failed."""
 
-    stall: Stall
+    stall: Stall | None
+    """None: an exchange has failed"""
     heartbeats: Mapping[int, Heartbeat]
-    """of all ranks, when it was found"""
-    status: Heartbeat | None
-    """of the stalled rank, if it is on this machine"""
+    """of all ranks, when it began"""
+    statuses: Mapping[int, Heartbeat]
+    """of the stalled ranks on this machine"""
     until: float
-    """when to stop waiting for stacks, by `time.monotonic`"""
+    """when to stop waiting for answers, by `time.monotonic`"""
     stacks: dict[int, str] = field(default_factory=dict)
 
 
@@ -82,7 +86,13 @@ class MonitorServer(Monitor):
         self._heartbeats: dict[int, Heartbeat] = {}
         self._events: list[Event] = []
         self._first_event = 0.0
-        self._stall: _StallReport | None = None
+        self._inquiry: _Inquiry | None = None
+        self._exchanges: dict[int, list[Exchange]] = {}
+        """the last ones of each rank that was asked, has failed in one, or is done"""
+        self._lines: dict[int, str] = {}
+        """of the user's own code where these ranks are"""
+        self._overdue_s = 0.0
+        """age of the oldest exchange when it was last looked into"""
         self._closing_since: float | None = None
         self._token = secrets.token_hex(TOKEN_BYTES)
         for rank, connection in self._accept_others(store, address).items():
@@ -107,22 +117,23 @@ class MonitorServer(Monitor):
 
     def handle_loss(self, rank: int) -> None:
         if rank not in self.done and all(event.rank != rank for event in self._events):
-            self._add_event(Event("lost", rank, ENDED_SILENTLY))
+            self._add_event(Event("lost", rank, *self.local_ranks.ending(rank)))
 
     def handle(self, rank: int, message: Message) -> None:
         if isinstance(message, Alive | RankEnded) and message.heartbeat is not None:
             self._heartbeats[rank] = message.heartbeat
         match message:
-            case Done(where=where, begun=begun):
-                self.done[rank] = Done(rank=rank, where=where, begun=begun)
+            case Done(where=where, exchanges=exchanges):
+                self.done[rank] = Done(rank=rank, where=where, exchanges=exchanges)
+                self._exchanges[rank] = exchanges
                 self.broadcast(self.done[rank])
                 if len(self.done) == self.world.size:
                     self.broadcast(Bye())
                     self.everyone_is_done.set()
             case Stacks():
-                if self._stall is not None:
-                    self._stall.stacks[message.rank] = message.text
-            case RankEnded(event=event):
+                self._note(message)
+            case RankEnded(event=event, exchanges=exchanges, line=line):
+                self._exchanges[rank], self._lines[rank] = exchanges, line
                 is_interrupted = event.kind == "interrupted"
                 if self.cause is None and rank == 0 and (message.is_users or is_interrupted):
                     # All ranks have the same error, and rank 0's main thread prints it.
@@ -143,15 +154,26 @@ class MonitorServer(Monitor):
     def check(self, now: float) -> None:
         if self.cause is not None:
             return
-        if self._stall is not None:
-            if now > self._stall.until or self._stall.stacks.keys() >= {0, *self.channels}:
-                self._report_stall(self._stall)
+        if self._inquiry is not None and self._inquiry.stall is not None:
+            if self._is_answered(self._inquiry, now):
+                self._report_stall(self._inquiry, self._inquiry.stall)
         elif self._events:
             self._judge_events(now)
-        elif not (self._closing or self.has_reported_stall):
-            stall = find_stall(self._current_heartbeats(now), self.activity.silence_limit_s)
+        elif not self._closing:
+            heartbeats = self._current_heartbeats(now)
+            stall = None if self.has_reported_stall else find_stall(heartbeats, self.activity.silence_limit_s)
+            if stall is None and self._is_overdue(heartbeats):
+                stall = Stall((), "overdue")
             if stall is not None:
-                self._gather_stacks(stall, now)
+                self._inquiry = self._inquire(stall, now)
+
+    def _is_overdue(self, heartbeats: Mapping[int, Heartbeat]) -> bool:
+        """Return whether a rank has just waited for as long as it may."""
+        oldest = max(beat.oldest_s for beat in heartbeats.values())
+        before = self._overdue_s if oldest >= self._overdue_s else 0.0
+        due = any(before < limit <= oldest for limit in (self.activity.warn_wait_s, self.activity.end_wait_s))
+        self._overdue_s = oldest if due else before
+        return due
 
     def _current_heartbeats(self, now: float) -> dict[int, Heartbeat]:
         heartbeats = {0: self.own_heartbeat()}
@@ -169,7 +191,14 @@ class MonitorServer(Monitor):
         if event.kind == "left" and len(leaving) == self.world.size:
             # That all ranks leave training early is no failure.
             self._end_all(RootCause(event.rank, "", reported=False), 2 * EXIT_GRACE_S)
-        elif now - self._first_event >= LEAVING_S.get(event.kind, SETTLE_S):
+        elif now - self._first_event < LEAVING_S.get(event.kind, SETTLE_S):
+            return
+        elif self._exchanges.get(event.rank) or (event.kind == "lost" and event.detail):
+            # A rank has not come to an exchange, or ranks have called different ones.
+            self._inquiry = self._inquiry or self._inquire(None, now)
+            if self._is_answered(self._inquiry, now):
+                self._report_event(event)
+        else:
             self._report_event(event)
 
     def _report_event(self, event: Event) -> None:
@@ -190,12 +219,20 @@ class MonitorServer(Monitor):
         if event.kind in ("lost", "orphaned"):
             heartbeat = self.local_ranks.last_status(event.rank) or heartbeat
         before = [*itertools.takewhile(lambda rank: rank != event.rank, self.done)]
+        calls = [call for call in self._exchanges.get(event.rank, []) if call.text]
+        if calls:  # else it is unknown what the rank was in
+            before = [rank for rank in before if any(rank in missing_in(call, self._exchanges) for call in calls)]
+        where = failure_report.describe_position(heartbeat)
         if not (before and event.in_exchange and event.kind in ("raised", "waits")):
-            return Failure(
-                rank=event.rank, peers=self.peers, heartbeat=heartbeat, what=event.text, detail=event.detail
+            return self._failure_to_come(event, where) or Failure(
+                rank=event.rank,
+                peers=self.peers,
+                heartbeat=heartbeat,
+                what=event.text,
+                detail=event.detail,
+                others=self._others(*([] if calls else [event.rank])),
             )
         ended = event.peer if event.peer in before else before[0]
-        where = failure_report.describe_position(heartbeat)
         return Failure(
             rank=ended,
             peers=self.peers,
@@ -205,6 +242,27 @@ class MonitorServer(Monitor):
             detail=f"rank {event.rank}: {where}: {event.text}\n{event.detail}",
         )
 
+    def _failure_to_come(self, event: Event, where: str) -> Failure | None:
+        """Return the failure of a rank that has not come to the exchange in which another one has failed."""
+        inquiry, own = self._inquiry, self._exchanges.get(event.rank, [])
+        if inquiry is None or event.kind != "raised":
+            return None
+        last = {exchange.group: exchange for exchange in reversed(own)}  # PyTorch counts a failed one as done
+        for exchange in (*(exchange for exchange in own if not exchange.is_done), *last.values()):
+            missing = [rank for rank in missing_in(exchange, self._exchanges) if rank in inquiry.stacks]
+            if missing:
+                rank = next((rank for rank in missing if not inquiry.heartbeats[rank].is_waiting), missing[0])
+                stack = stack_dump.main_thread_section(inquiry.stacks.get(rank, "")).rstrip()
+                return Failure(
+                    rank=rank,
+                    peers=self.peers,
+                    heartbeat=inquiry.heartbeats[rank],
+                    what=f"has not come to {exchange.text}, in which rank {event.rank} has given up waiting",
+                    detail=f"{stack}\nrank {event.rank}: {where}: {event.text}\n{event.detail}",
+                    others=self._others(rank, event.rank),
+                )
+        return None
+
     def _end_all(self, cause: RootCause, exit_in_s: float) -> None:
         """Tell all ranks why the job ends, and in how many seconds they have to."""
         self.broadcast(JobEnded(cause=cause, exit_in_s=exit_in_s))
@@ -212,57 +270,100 @@ class MonitorServer(Monitor):
 
     # Ranks that stall.
 
-    def _gather_stacks(self, stall: Stall, now: float) -> None:
-        """Ask all ranks for their stacks, and one per machine for those of silent ranks."""
-        self._stall = _StallReport(
+    def _inquire(self, stall: Stall | None, now: float) -> _Inquiry:
+        """Ask all ranks for their stacks and exchanges, and one per machine for the stacks of silent ranks."""
+        silent = stall.ranks if stall is not None and stall.kind == "silent" else ()
+        # Read before a stopped rank is made to run on in order to give its stacks.
+        statuses = {rank: beat for rank in silent if (beat := self.local_ranks.last_status(rank)) is not None}
+        inquiry = _Inquiry(
             stall=stall,
             heartbeats=self._current_heartbeats(now),
-            # Read before a stopped rank is made to run on in order to give its stacks.
-            status=self.local_ranks.last_status(stall.ranks[0]),
+            statuses=statuses,
             until=now + STACKS_TIMEOUT_S,
         )
-        silent = stall.ranks if stall.kind == "silent" else ()
         for rank, channel in self.channels.items():
             if rank not in silent:
                 channel.send(StacksRequest(silent=silent))
-        self._stall.stacks |= self.stacks_of([0, *self.local_ranks.silent_neighbours(silent)])
+        for answer in self.answers([0, *self.local_ranks.silent_neighbours(silent)]):
+            self._note(answer, inquiry)
+        return inquiry
 
-    def _report_stall(self, report: _StallReport) -> None:
+    def _note(self, answer: Stacks, inquiry: _Inquiry | None = None) -> None:
+        """Note what a rank has answered to an inquiry; None: the one that is under way."""
+        inquiry, rank = inquiry or self._inquiry, answer.rank
+        if inquiry is None:
+            return
+        inquiry.stacks[rank] = answer.text
+        if all(event.rank != rank for event in self._events):  # what such a rank has told is from where it failed
+            self._exchanges[rank], self._lines[rank] = answer.exchanges, answer.line
+
+    def _is_answered(self, inquiry: _Inquiry, now: float) -> bool:
+        return now > inquiry.until or inquiry.stacks.keys() >= {0, *self.channels}
+
+    def _forget_answers(self) -> None:
+        """Let a further inquiry begin with what is known for good: the exchanges of ranks that are done."""
+        self._inquiry = None
+        self._exchanges = {rank: done.exchanges for rank, done in self.done.items()}
+        self._lines.clear()
+
+    def _others(self, *named: int) -> list[str]:
+        """Return a line for each rank that has told where it is, but for those that the report names already."""
+        inquiry = self._inquiry
+        heartbeats = self._current_heartbeats(time.monotonic()) if inquiry is None else inquiry.heartbeats
+        lines = [
+            describe_rank(rank, heartbeats[rank], self._exchanges, self._lines.get(rank, ""))
+            for rank in sorted(heartbeats)
+            if rank not in named and (inquiry is not None or rank in self._exchanges)
+        ]
+        if len(lines) > MAX_OTHERS:
+            lines[MAX_OTHERS:] = [f"and {len(lines) - MAX_OTHERS} more"]
+        return lines
+
+    def _report_stall(self, inquiry: _Inquiry, stall: Stall) -> None:
         """Report a stall with the stacks of all ranks, and end the job, if a time limit was given."""
-        goes_on = self.activity.reports_only
+        rank = culprit(stall, inquiry.heartbeats, self._exchanges)
+        if rank is None:  # they have all come meanwhile
+            self._forget_answers()
+            return
+        activity, heartbeat = self.activity, inquiry.heartbeats[rank]
+        is_named = any(exchange.is_named for exchange in waits_of(rank, self._exchanges))
+        waited_s = max(beat.oldest_s for beat in inquiry.heartbeats.values())
+        goes_on = activity.reports_only
+        if stall.kind == "overdue":
+            goes_on = not 0 < activity.end_wait_s <= waited_s
         if not goes_on:
             self.exit_even_if_blocked()
-        stall, rank = report.stall, report.stall.ranks[0]
-        heartbeat = report.heartbeats[rank]
         what = {
             "silent": f"has not answered for {heartbeat.silent_s:.0f} s: it is stopped, or its machine is",
             "late": f"has made no progress for {heartbeat.seconds + heartbeat.silent_s:.0f} s ("
             + ("--timeout-s would end it" if goes_on else "if it may, raise --timeout-s")
             + ")",
-            "crossed": "waits for the others and they for it: they have not made the same exchanges, or one takes "
+            "crossed": "waits for the others and they for it: "
+            + ("under other names" if is_named else "they have not made the same exchanges")
+            + ", or one takes "
             + (f"longer than {heartbeat.seconds:.0f} s" if goes_on else "longer than --timeout-s"),
+            "overdue": f"has kept others waiting for {waited_s:.0f} s "
+            + (f"(HOROVOD_STALL_{'CHECK' if goes_on else 'SHUTDOWN'}_TIME_SECONDS)"),
         }[stall.kind]
+        is_awaited = stall.kind in ("crossed", "overdue") and heartbeat.is_waiting
         folder = failure_report.report_folder(self.log_folder, self._token)
-        stacks = report.stacks.get(rank, "")
-        main_thread = "" if stall.kind == "crossed" else stack_dump.main_thread_section(stacks).rstrip()
-        others = [f"rank {other}: {describe(beat)}" for other, beat in report.heartbeats.items() if other != rank]
-        if len(others) > MAX_OTHERS:
-            others[MAX_OTHERS:] = [f"and {len(others) - MAX_OTHERS} more"]
+        main_thread = "" if is_awaited else stack_dump.main_thread_section(inquiry.stacks.get(rank, ""))
         failure = Failure(
             title=STALL if goes_on else "failure",
             rank=rank,
             peers=self.peers,
-            heartbeat=report.status or heartbeat,
+            heartbeat=inquiry.statuses.get(rank, heartbeat),
             what=what,
-            is_last_known=stall.kind == "silent" and report.status is None,
-            detail="\n".join(filter(None, (main_thread, stack_dump.unfinished_section(stacks)))),
-            others=others,
+            is_last_known=stall.kind == "silent" and rank not in inquiry.statuses,
+            detail=main_thread,
+            others=self._others(*(() if is_awaited else (rank,))),
             folder=str(folder),
         )
-        failure_report.save_stacks(folder, report.stacks, failure.text())
+        failure_report.save_stacks(folder, inquiry.stacks, failure.text())
         if goes_on:
-            self._stall, self.has_reported_stall = None, True
+            self.has_reported_stall |= stall.kind != "overdue"
             reporter.write(failure.text())
+            self._forget_answers()
             return
         reporter.report(failure.text())
         self.local_ranks.kill(self.local_ranks.silent_neighbours(stall.ranks if stall.kind == "silent" else ()))
@@ -271,7 +372,7 @@ class MonitorServer(Monitor):
     # The end of the monitor.
 
     def is_deciding(self) -> bool:
-        return bool(self._events) or self._stall is not None
+        return bool(self._events) or self._inquiry is not None
 
     def disconnect(self) -> None:
         self.broadcast(Bye())
@@ -286,10 +387,3 @@ class MonitorServer(Monitor):
             return False
         self.disconnect()
         return True
-
-
-def describe(heartbeat: Heartbeat) -> str:
-    """Return a rank's position, and for how long it has been there."""
-    where = failure_report.describe_position(heartbeat)
-    how = "waits" if heartbeat.is_waiting else "busy"
-    return f"{where}, {how} for {heartbeat.seconds + heartbeat.silent_s:.0f} s"

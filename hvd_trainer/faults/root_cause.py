@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from hvd_trainer.faults.exchanges import Exchange
+from hvd_trainer.utils.text import ranks_text
+
 
 @dataclass(frozen=True)
 class RootCause:
@@ -36,7 +39,12 @@ class Heartbeat:
     """how long it may go without progress; None: no limit"""
     silent_s: float = 0.0
     """age of the message"""
+    oldest_s: float = 0.0
+    """age of the oldest exchange of `hvd` that it waits for, with or without its main thread"""
 
+
+Facts = Mapping[int, Sequence[Exchange]]
+"""The last exchanges of each rank that has told them."""
 
 Kind = Literal["orphaned", "raised", "waits", "lost", "left", "interrupted"]
 
@@ -78,8 +86,8 @@ class Stall:
     """The ranks that keep the job from making progress."""
 
     ranks: tuple[int, ...]
-    kind: Literal["silent", "late", "crossed"]
-    """no heartbeats; no progress; all ranks wait for each other"""
+    kind: Literal["silent", "late", "crossed", "overdue"]
+    """no heartbeats; no progress; all ranks wait for each other; a rank has waited for long, whatever others do"""
 
 
 def find_stall(heartbeats: Mapping[int, Heartbeat], silence_limit_s: float) -> Stall | None:
@@ -103,3 +111,40 @@ def find_stall(heartbeats: Mapping[int, Heartbeat], silence_limit_s: float) -> S
 def _furthest_behind(heartbeats: Mapping[int, Heartbeat]) -> tuple[int, ...]:
     first = min(beat.step for beat in heartbeats.values())
     return tuple(rank for rank, beat in heartbeats.items() if beat.step == first)
+
+
+def missing_in(exchange: Exchange, facts: Facts) -> tuple[int, ...]:
+    """Return the ranks of a group that have not begun one of its exchanges."""
+    members = [rank for rank in sorted(facts) if not exchange.ranks or rank in exchange.ranks]
+    return tuple(rank for rank in members if exchange.is_missing_in(list(facts[rank])))
+
+
+def waits_of(rank: int, facts: Facts) -> dict[Exchange, tuple[int, ...]]:
+    """Return what a rank has begun and others have not, and those ranks."""
+    under_way = [exchange for exchange in facts.get(rank, ()) if not exchange.is_done]
+    return {exchange: missing for exchange in under_way if (missing := missing_in(exchange, facts))}
+
+
+def culprit(stall: Stall, heartbeats: Mapping[int, Heartbeat], facts: Facts) -> int | None:
+    """Return the rank to blame for a stall; None if no rank waits for another one.
+
+    Of ranks that are waited for, one that waits for nobody itself is the cause of the others' waits.
+    """
+    waits = {rank: {peer for missing in waits_of(rank, facts).values() for peer in missing} for rank in facts}
+    awaited = [rank for rank in sorted(heartbeats) if any(rank in waits[other] for other in waits)]
+    if stall.kind == "overdue":
+        stall = Stall(tuple(awaited), "crossed")
+    if stall.kind == "silent" or not awaited:
+        return next(iter(stall.ranks), None)
+    candidates = [rank for rank in awaited if stall.kind == "crossed" or rank in stall.ranks] or [*stall.ranks]
+    busy = [rank for rank in candidates if not heartbeats[rank].is_waiting]
+    free = [rank for rank in candidates if not waits.get(rank)]
+    return (busy or free or candidates)[0]
+
+
+def call_text(rank: int, facts: Facts) -> str:
+    """Return what a rank waits in and for whom, such as ` in allreduce.a for rank 1`; empty if that is unknown."""
+    for exchange, missing in waits_of(rank, facts).items():
+        return f" in {exchange.text} for {ranks_text(missing)}"
+    calls = sorted(facts.get(rank, ()), key=lambda exchange: exchange.is_done)
+    return next((f"{', last' if call.is_done else ''} in {call.text}" for call in calls if call.text), "")

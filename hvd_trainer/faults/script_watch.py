@@ -1,20 +1,22 @@
-"""Whether a rank makes progress that does not say so, and its phase by the folder of the code that it runs.
+"""Whether a rank makes progress that does not say so, and its phase by the module of the code that it runs.
 
 The `Trainer` tells the monitor what it is doing. A script does not, so a thread looks where its main thread is.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FrameType
 from typing import Any
 
 from hvd_trainer.faults import exchanges
-from hvd_trainer.faults.activity import END, EXCHANGE, Activity
+from hvd_trainer.faults.activity import BACKWARD, END, EXCHANGE, Activity
+from hvd_trainer.faults.stack_dump import main_thread, module_of, users_part
 from hvd_trainer.utils.threads import start_thread
 
 LOOK_EVERY_S = 1.0
@@ -22,17 +24,22 @@ REPORT_AFTER_S = 600.0
 """How long a rank may make no progress before that is reported, where no time limit ends the job."""
 
 PHASES = {
-    "/torch/distributed/": EXCHANGE,
-    "/horovod/": EXCHANGE,
-    "/hvd_trainer/hvd/": EXCHANGE,
-    # DDP waits for the other ranks at the end of backward, in C++.
-    "/torch/autograd/": EXCHANGE,
-    "/torch/utils/data/": "data",
-    "/torch/optim/": "step",
-    "/torch/nn/": "forward",
+    "torch.distributed": EXCHANGE,
+    # It exchanges buffers, around the forward of the model in it.
+    "torch.nn.parallel.distributed": EXCHANGE,
+    "horovod": EXCHANGE,
+    "hvd_trainer.c10d": EXCHANGE,
+    "hvd_trainer.hvd": EXCHANGE,
+    # DDP waits for the other ranks at the end of it, in C++.
+    "torch.autograd": BACKWARD,
+    "torch.utils.data": "data",
+    "torch.optim": "step",
+    "torch.nn": "forward",
 }
-"""Elsewhere it runs the user's code."""
+"""By the names under which modules were imported, the more special ones first: a user's folders tell nothing."""
 USERS_CODE = "callback"
+POLLING = ("hvd_trainer.hvd", "hvd_trainer.c10d")
+"""Their code changes its place while it waits."""
 
 
 def phase_raised_in(error: BaseException) -> str:
@@ -40,16 +47,28 @@ def phase_raised_in(error: BaseException) -> str:
 
     One that was raised in an exchange may be the consequence of another rank's failure.
     """
-    return phase_of(frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return phase_of([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
 
 
-def phase_of(frames: Iterable[FrameType]) -> str:
-    """Return the phase by the innermost frame, the last one, whose code's folder tells."""
-    phase = USERS_CODE
-    for frame in frames:
-        file = frame.f_code.co_filename
-        phase = next((phase for folder, phase in PHASES.items() if folder in file), phase)
-    return phase
+def phase_of(frames: Sequence[FrameType]) -> str:
+    """Return the phase of a stack, the outermost frame first.
+
+    In an exchange no code of the user's runs inside of the engine's. Else the innermost frame counts that tells.
+    """
+    phases = [_told(frame) for frame in frames]
+    inside = [phase for phase in phases[len(users_part(frames)) :] if phase]
+    if inside and inside[-1] == EXCHANGE:
+        return EXCHANGE
+    return next((phase for phase in reversed(phases) if phase not in (None, EXCHANGE)), None) or USERS_CODE
+
+
+def _told(frame: FrameType) -> str | None:
+    """Return the phase that a frame's module tells."""
+    return next((phase for package, phase in PHASES.items() if _is_in(frame, (package,))), None)
+
+
+def _is_in(frame: FrameType, packages: Sequence[str]) -> bool:
+    return any(f"{module_of(frame)}.".startswith(f"{package}.") for package in packages)
 
 
 class ScriptWatch:
@@ -64,7 +83,7 @@ class ScriptWatch:
         self._timeout_s = timeout_s
         self._activity: Activity | None = None
         self._num_written = 0
-        self._is_ending = threading.Event()
+        self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, activity: Activity) -> None:
@@ -72,15 +91,16 @@ class ScriptWatch:
         limit_s = self._timeout_s or REPORT_AFTER_S
         activity.long_limit_s = activity.step_limit_s = limit_s
         activity.reports_only = self._timeout_s is None
+        activity.is_exchanging = lambda: activity.phase == BACKWARD and bool(exchanges.unfinished())
         self._activity = activity
         if self._thread is None:
             for stream in (sys.stdout, sys.stderr):
                 self._count_output(stream)
             self._thread = start_thread(self._run, "watch")
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Watch no more."""
-        self._is_ending.set()
+        self._is_closing.set()
         if self._thread is not None:
             self._thread.join(LOOK_EVERY_S)
 
@@ -94,18 +114,18 @@ class ScriptWatch:
         return nullcontext() if self._activity is None else self._activity.waiting()
 
     def _run(self) -> None:
-        main = threading.main_thread().ident or 0
         last: Any = None
-        while not self._is_ending.wait(LOOK_EVERY_S):
-            frame = sys._current_frames().get(main)
-            stack = [frame for frame, _ in traceback.walk_stack(frame)]
+        while not self._is_closing.wait(LOOK_EVERY_S):
+            stack = main_thread()
             assert self._activity is not None
-            place = [(frame.f_code, frame.f_lasti) for frame in stack]
+            phase = phase_of(stack)
+            seen = itertools.takewhile(lambda frame: not _is_in(frame, POLLING), stack)
+            place = [(frame.f_code, frame.f_lasti) for frame in seen]
             progress = place, self._activity.step, self._num_written, exchanges.progress()
             if progress != last and self._activity.phase != END:
                 last = progress
-                self._activity.enter(phase_of(reversed(stack)))
-            del frame, stack
+                self._activity.enter(phase)
+            del stack, seen
 
     def _count_output(self, stream: Any) -> None:
         """Count what the script writes to a stream."""

@@ -3,21 +3,54 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-
-from hvd_trainer.faults import exchanges
+from types import FrameType
 
 SIGNAL = signal.SIGUSR2
-MAX_EXCHANGES = 4
-UNFINISHED = "Exchanges that are not finished:"
 ANSWER_TIMEOUT_S = 2.0
+FATAL = "Fatal Python error: "
+"""How faulthandler's record of a process begins that a signal of its own has ended."""
+FATAL_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+NEUTRAL = {"torch", "horovod", "hvd_trainer", *sys.stdlib_module_names} - {"importlib"}
+"""Packages that run and wait on behalf of who calls them, by the names under which modules were imported. An
+import is the caller's own work."""
+
+
+def module_of(frame: FrameType) -> str:
+    """Return the name under which a frame's module was imported, or run by -m; `__main__` if it is a file."""
+    name, spec = frame.f_globals.get("__name__"), frame.f_globals.get("__spec__")
+    return str(spec.name if name == "__main__" and spec is not None else name)
+
+
+def users_part(frames: Sequence[FrameType]) -> Sequence[FrameType]:
+    """Return the frames of a stack, the outermost first, up to the innermost one of the user's own code."""
+    inside = itertools.takewhile(lambda frame: module_of(frame).partition(".")[0] in NEUTRAL, reversed(frames))
+    return frames[: len(frames) - len([*inside])]
+
+
+def main_thread() -> list[FrameType]:
+    """Return the main thread's frames, the outermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return [frame for frame, _ in traceback.walk_stack(frame)][::-1]
+
+
+def users_line(frames: Sequence[FrameType], line: int | None = None) -> str:
+    """Return the innermost line of the user's own code in a stack; empty if there is none.
+
+    Args:
+        line: its number, if not the one that the frame executes now.
+    """
+    own = users_part(frames)
+    return f"{own[-1].f_code.co_filename}, line {line or own[-1].f_lineno}" if own else ""
 
 
 def own_stacks() -> str:
@@ -30,25 +63,31 @@ def own_stacks() -> str:
     for number in sorted(frames, key=lambda number: number != main):
         name = threads[number].name if number in threads else str(number)
         parts.append(f"Thread {name}, most recent call last:\n" + "".join(traceback.format_stack(frames[number])))
-    unfinished = exchanges.unfinished()[:MAX_EXCHANGES]
-    if unfinished:
-        parts.append("\n".join([UNFINISHED, *(f"  {exchange.text}" for exchange in unfinished), ""]))
     return "\n".join(parts)
 
 
-def unfinished_section(text: str) -> str:
-    """Return the paragraph about exchanges from the text of `own_stacks`; empty if all were finished."""
-    _, heading, lines = text.partition(UNFINISHED)
-    return heading + lines.rstrip()
-
-
 def main_thread_section(text: str) -> str:
-    """Return the main thread's stack: the first paragraph of `own_stacks`, the last one of `request_stacks`."""
-    return text.strip().split("\n\n")[-1 if "(most recent call first)" in text else 0]
+    """Return the main thread's stack: the first paragraph of `own_stacks`, the last one of faulthandler's."""
+    paragraphs = text.strip().split("\n\n")
+    by_faulthandler = [part for part in paragraphs if "(most recent call first)" in part]
+    return by_faulthandler[-1] if by_faulthandler else paragraphs[0]
+
+
+def fatal_signal(text: str) -> str:
+    """Return the name of the signal that has ended a process, from faulthandler's record; empty if none has."""
+    _, _, record = text.partition(FATAL)
+    words = record.partition("\n")[0]
+    names = {signal.strsignal(number): number.name for number in FATAL_SIGNALS}
+    return names.get(words, words)
+
+
+_enabled: set[int] = set()
 
 
 def register_signal() -> int | None:
     """Make this process write its stacks to shared memory at each `SIGNAL`, without the interpreter's help.
+
+    Also when it is ended by one of `FATAL_SIGNALS`, unless the program has that written elsewhere.
 
     Returns:
         The file descriptor of the memory; None if the signal has a handler already.
@@ -57,6 +96,9 @@ def register_signal() -> int | None:
         return None
     memory = os.memfd_create("stacks")
     faulthandler.register(SIGNAL, memory, all_threads=True)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(memory)
+        _enabled.add(memory)
     return memory
 
 
@@ -64,6 +106,9 @@ def unregister_signal(memory: int | None) -> None:
     """Undo `register_signal`, given what it returned."""
     if memory is not None:
         faulthandler.unregister(SIGNAL)
+        if memory in _enabled:
+            _enabled.remove(memory)
+            faulthandler.disable()
         os.close(memory)
 
 

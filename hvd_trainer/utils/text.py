@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from urllib.parse import unquote, urlsplit
 
@@ -15,6 +16,11 @@ def plural(count: float, singular: str, plural: str | None = None) -> str:
     """Return a count with its noun: `1 rank`, `2 ranks`; the plural adds an s if none is given."""
     number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
     return f"{number} {singular if count == 1 else plural or singular + 's'}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return such as `rank 0`, or `ranks 1, 2`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def install_extra(name: str) -> str:

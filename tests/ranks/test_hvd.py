@@ -575,15 +575,6 @@ def timelines_are_json_while_the_job_runs_and_name_operations() -> None:
 # Functions that are launched by themselves.
 
 
-def a_rank_asks_for_something_else() -> tuple[int, str]:
-    """All ranks wait, the last one for another operation."""
-    hvd.init()
-    rank = hvd.rank()
-    with pytest.raises(hvd.HorovodInternalError) as caught:
-        hvd.allreduce(torch.ones(3), name="first" if rank < hvd.size() - 1 else "second")
-    return rank, str(caught.value)
-
-
 def start_and_stop_again() -> tuple[int, list[float]]:
     """Start and stop three times, with process sets, and an operation that nobody waits for."""
     totals = []
@@ -637,14 +628,6 @@ def test_any_launcher_starts_it_again_and_again(launcher: str) -> None:
 def test_exchange_that_ends_as_the_time_to_check_is_up_is_no_failure() -> None:
     """PyTorch raised "Operation timed out!", and the exchange was complete by the time it was asked about."""
     assert run_ranks(exchanges_end_as_the_time_to_check_is_up, num_processes=2) == [599, 599]
-
-
-STALL = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
-
-
-def test_stall_names_ranks_that_ask_for_something_else() -> None:
-    texts = run_ranks(a_rank_asks_for_something_else, num_processes=3, env=STALL)
-    assert any("ranks 0, 1 have waited for 4 s for rank 2 in allreduce.first" in text for text in texts)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def wait_for_a_stuck_rank(backend_name: str) -> tuple[int, None]:
 def test_exchange_times_out(backend: str, launcher: str, message: str) -> None:
     """Horovod's own wait has no limit, and its stall check did not end it. The rank that hangs ends, too."""
     started = time.monotonic()
-    with pytest.raises(LaunchError, match=rf"failure: rank 0 of 2 .*{message}"):
+    told = rf"(?s)failure: rank 1 of 2 .* has not come to .*time\.sleep.*{message}"
+    with pytest.raises(LaunchError, match=told):
         run_ranks(wait_for_a_stuck_rank, num_processes=2, launcher=launcher, args=(backend,), timeout_s=120)
     assert time.monotonic() - started < STUCK_S - 10

@@ -19,6 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hvd_trainer.backends.engine import Engine
 from hvd_trainer.backends.session import Session
 from hvd_trainer.errors import PeerError
+from hvd_trainer.faults import exchanges
+from hvd_trainer.faults.exchanges import Exchange
 from hvd_trainer.hvd.common.commits import CommitFiles
 from hvd_trainer.hvd.common.controller import Controller
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
@@ -106,6 +108,9 @@ class Runtime(Engine):
         self.settings = _agree(session.store, session.world, read_settings(environ), self._process_sets)
         for ranks in (range(session.world.size), *self._process_sets):
             self._add_set([*ranks])
+        activity = session.activity
+        activity.warn_wait_s, activity.end_wait_s = self.settings.stall_check_s, self.settings.stall_shutdown_s
+        exchanges.sources.append(self._exchanges)
         logger.info("%s, started by %s, with %s", session.world, session.world.launcher, self.settings)
         path = environ.get("HOROVOD_TIMELINE", "")
         if path and path != DYNAMIC_TIMELINE:
@@ -113,6 +118,8 @@ class Runtime(Engine):
 
     def stop(self, wait: bool) -> None:
         """End together with all other ranks; without them after an error, or if an exchange has failed."""
+        if self._exchanges in exchanges.sources:
+            exchanges.sources.remove(self._exchanges)
         controller = self._controllers.get(0)
         if wait and controller is not None:
             controller.shutdown()
@@ -122,6 +129,10 @@ class Runtime(Engine):
         for controller in self._controllers.values():
             controller.abort("Horovod has been shut down.")
         self._controllers.clear()
+
+    def _exchanges(self) -> list[Exchange]:
+        """Return what this rank waits for others in."""
+        return [exchange for controller in list(self._controllers.values()) for exchange in controller.exchanges()]
 
     def abort_exchanges(self) -> None:
         for controller in self._controllers.values():

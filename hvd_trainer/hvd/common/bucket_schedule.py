@@ -14,7 +14,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -27,7 +28,6 @@ from hvd_trainer.backends.session import Session
 from hvd_trainer.hvd.common import wire
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.settings import Settings
-from hvd_trainer.hvd.common.stall import StallInspector
 from hvd_trainer.hvd.common.timeline import Timeline
 from hvd_trainer.hvd.common.transport import CPU, Transport
 
@@ -46,6 +46,9 @@ class Owner(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """End all operations because of an error."""
+
+    def waiting_for(self, titles: Collection[str]) -> AbstractContextManager[None]:
+        """Mark a block as waiting for other ranks in operations."""
 
     def drive_to_end(self) -> None:
         """Return when operations have ended on all members, one of which shuts down."""
@@ -80,13 +83,12 @@ class BucketSchedule(BucketExchange):
     ) -> None:
         self.number = number
         self._owner, self._sizes, self._names = owner, sizes, names
-        self._stall = StallInspector(store, owner.ranks, owner.rank, owner.settings)
         self._lock = threading.Lock()
         self._works: list[Any] = []
         """of buckets that were sent, and not waited for"""
         self._num_sent = 0
         self._step = 0
-        self._step_began = self._wait_began = time.monotonic()
+        self._step_began = time.monotonic()
         self._has_left = False
         self._is_last_step = False
         # Last: `_check_wait` is called while the members connect.
@@ -145,9 +147,8 @@ class BucketSchedule(BucketExchange):
                 timeline.add_buckets(self._names, self._step_began)
 
     def _wait_for(self, receive: Callable[[], T]) -> T:
-        self._wait_began = time.monotonic()
         try:
-            with self._owner.session.activity.waiting():
+            with self._owner.waiting_for(self._names):
                 return receive()
         except BaseException as error:
             self._owner.fail(error)
@@ -158,7 +159,6 @@ class BucketSchedule(BucketExchange):
     def _check_wait(self) -> None:
         if self._owner.ended is not None:
             raise HorovodInternalError(self._owner.ended)
-        self._stall.check_round(self._step, self._wait_began, self._names)
 
     def leave(self, flags: int) -> None:
         """Send flags in place of the next step, and zeros if they say that this member has joined."""

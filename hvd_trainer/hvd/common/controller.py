@@ -16,12 +16,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from hvd_trainer.backends.session import Session
+from hvd_trainer.faults.exchanges import Exchange
 from hvd_trainer.hvd.common import wire
 from hvd_trainer.hvd.common.bucket_schedule import BucketSchedules
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
@@ -29,7 +31,6 @@ from hvd_trainer.hvd.common.executor import Executor
 from hvd_trainer.hvd.common.matching import Matcher, Response
 from hvd_trainer.hvd.common.request import MAX_NUMBER, NUMBER_BITS, Request
 from hvd_trainer.hvd.common.settings import Settings
-from hvd_trainer.hvd.common.stall import StallInspector
 from hvd_trainer.hvd.common.timeline import Timeline
 from hvd_trainer.hvd.common.transport import Transport
 from hvd_trainer.utils.threads import start_thread
@@ -75,7 +76,6 @@ class Controller:
         self.timeline: Timeline | None = None
         me = ranks.index(self.rank)
         self._matcher = Matcher(ranks)
-        self._stall = StallInspector(store, ranks, self.rank, settings)
         self._state = threading.Condition()
         self._queue: list[Request] = []
         """submitted, and not yet told the others"""
@@ -87,7 +87,9 @@ class Controller:
         self._num_waiting = 0
         self._idle_rounds = 0
         self._num_rounds = 0
-        self._round_began = time.monotonic()
+        self._num_done = 0
+        self._waits: dict[str, float] = {}
+        """since when this rank waits for what has no request of its own; 0: for as long as it takes"""
         self._flags = 0
         self._last_joined = -1
         self._work = threading.Event()
@@ -130,7 +132,35 @@ class Controller:
     def wait(self, request: Request) -> None:
         """Return when a request is done, with or without an error."""
         if not request.is_done:
-            self._drive_until(lambda: request.is_done)
+            with self.session.activity.waiting():
+                self._drive_until(lambda: request.is_done)
+
+    @contextmanager
+    def waiting_for(self, titles: Collection[str], *, may_last: bool = False) -> Iterator[None]:
+        """Mark the block as waiting for other ranks, in what has these names and no request.
+
+        Args:
+            may_last: whether the others may do without this rank for as long as they want.
+        """
+        waits = dict.fromkeys(titles, 0.0 if may_last else time.monotonic())
+        self._waits |= waits
+        try:
+            with self.session.activity.waiting():
+                yield
+        finally:
+            self._waits = {title: since for title, since in self._waits.items() if title not in waits}
+
+    def exchanges(self) -> list[Exchange]:
+        """Return the operations under way, and the last one that was done, for reports of who waits for whom."""
+        group = f"hvd:{','.join(map(str, self.ranks))}"
+        joined = [self.ranks[member] for member in list(self._matcher.joined)]
+        ranks = tuple(rank for rank in self.ranks if rank not in joined)
+        under_way = self._waits | {request.title: request.submitted_at for request in list(self._open.values())}
+        last = Exchange(group, self._num_done, "", True)
+        return [
+            last,
+            *(Exchange(group, 0, title, False, ranks, True, since) for title, since in under_way.items()),
+        ]
 
     def join(self, device: torch.device) -> int:
         """Take part in the others' operations until all have joined; return the rank that came last.
@@ -147,7 +177,8 @@ class Controller:
                 raise HorovodInternalError(self.ended)
             self._flags |= wire.JOINED
         self.schedules.leave(wire.JOINED)
-        self._drive_until(lambda: not self._flags & wire.JOINED)
+        with self.waiting_for(["join"], may_last=True):
+            self._drive_until(lambda: not self._flags & wire.JOINED)
         if self.ended is not None:
             raise HorovodInternalError(self.ended)
         self.schedules.come_back()
@@ -181,7 +212,8 @@ class Controller:
 
     def drive_to_end(self) -> None:
         """Return when operations have ended: all members have come to a round in which one shuts down."""
-        self._drive_until(lambda: self.ended is not None)
+        with self.waiting_for(["shutdown"], may_last=True):
+            self._drive_until(lambda: self.ended is not None)
 
     def _stop_thread(self) -> None:
         self._work.set()
@@ -253,12 +285,6 @@ class Controller:
     def _pace(self) -> None:
         """Wait after a round without a response, in which all members wait for requests of each other."""
         if self._idle_rounds and not self._queue:
-            for request in list(self._open.values()):
-                missing = self._matcher.missing(request.key)
-                if missing:
-                    self._stall.check_operation(
-                        self._num_rounds - self._idle_rounds, request.submitted_at, request.signature.name, missing
-                    )
             time.sleep(self.settings.cycle_s * min(self._idle_rounds, MAX_IDLE_CYCLES))
 
     def _round(self) -> None:
@@ -266,11 +292,10 @@ class Controller:
             requests = self._queue[: wire.MAX_REQUESTS]
             message = wire.write(requests, self._flags)
             del self._queue[: len(requests)]
-        self._num_rounds, self._round_began = self._num_rounds + 1, time.monotonic()
+        self._num_rounds += 1
         if self.timeline is not None:
             self.timeline.add_cycle()
-        with self.session.activity.waiting():
-            messages = self._transport.mesh.exchange(message)
+        messages = self._transport.mesh.exchange(message)
         flags = [wire.read(member, message, self._matcher) for member, message in enumerate(messages)]
         if any(flags):
             self._note_joined([member for member, bits in enumerate(flags) if bits & wire.JOINED])
@@ -295,8 +320,7 @@ class Controller:
             if request is not None:
                 done.append(request)
         if to_exchange:
-            with self.session.activity.waiting():
-                self._executor.run(to_exchange)
+            self._executor.run(to_exchange)
         if responses and logger.isEnabledFor(logging.DEBUG):
             names = (f"{response.signature.name}: {response.error or 'done'}" for response in responses)
             logger.debug("round %d: %s", self._num_rounds, ", ".join(names))
@@ -304,6 +328,9 @@ class Controller:
             self.timeline.add_operations(done, began)
         for request in done:
             self._finish(request)
+        self._num_done += len(responses)
+        if responses:
+            self.session.activity.advance()
         self._idle_rounds = 0 if responses else self._idle_rounds + 1
         self._end_round(flags)
 
@@ -350,9 +377,6 @@ class Controller:
             self._state.notify_all()
 
     def _check_wait(self) -> None:
-        """Give up waiting for another rank if operations have ended meanwhile, or it takes too long."""
+        """Give up waiting for another rank if operations have ended meanwhile."""
         if self.ended is not None:
             raise HorovodInternalError(self.ended)
-        with self._state:
-            names = [request.signature.name for request in self._open.values()]
-        self._stall.check_round(self._num_rounds, self._round_began, names or ["join or shutdown"])

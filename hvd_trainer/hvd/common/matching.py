@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_trainer.hvd.common.request import MAX_NUMBER, REDUCE_OPS, Kind, Request, Signature, ranks_text
+from hvd_trainer.hvd.common.request import MAX_NUMBER, REDUCE_OPS, Kind, Request, Signature
+from hvd_trainer.utils.text import ranks_text
 
 NOT_WITH_JOIN = (Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL, Kind.REDUCESCATTER, Kind.ADD_SET, Kind.REMOVE_SET)
 

@@ -47,11 +47,6 @@ REDUCIBLE = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.floa
 """Types that Horovod's operations with arithmetic take; the others take all of `DTYPES`."""
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return such as `rank 0`, or `ranks 1, 2`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 class Signature(msgspec.Struct, frozen=True, array_like=True):
     """Everything about an operation in which ranks must agree, or which the others must know."""
 
@@ -137,3 +132,8 @@ class Request:
     def key(self) -> tuple[str, int]:
         """Name and number, by which ranks match the operation."""
         return self.signature.name, self.number
+
+    @property
+    def title(self) -> str:
+        """Name and number as errors and reports have them."""
+        return f"{self.signature.name}.{self.number & MAX_NUMBER}" if self.number else self.signature.name

@@ -213,6 +213,7 @@ def _wrap_horovod(module: ModuleType, script: ScriptEngine | None) -> None:
             if script is not None and script.is_in_charge:
                 atexit.unregister(self.shutdown)  # others may still exchange: the session ends it
             return result
+        from hvd_trainer.backends.horovod_operations import tell_monitor
         from hvd_trainer.backends.horovod_start import serve_horovod
         from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, completes_asynchronously
         from hvd_trainer.rendezvous.ranks import check_world
@@ -231,6 +232,7 @@ def _wrap_horovod(module: ModuleType, script: ScriptEngine | None) -> None:
         with set_variables(variables):
             result = original(self, *args, **kwargs)
         check_world(started.world, "Horovod", self.rank(), self.size())
+        tell_monitor(sys.modules["horovod.torch.mpi_ops"])
         script.attach_horovod(self.shutdown)
         return result
 

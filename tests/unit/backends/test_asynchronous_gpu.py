@@ -22,7 +22,7 @@ from hvd_trainer.backends import EngineOptions, create, exchange_monitor, proces
 from hvd_trainer.backends.horovod_start import tuning
 from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, Waiter, completes_asynchronously
 from hvd_trainer.c10d.work import HorovodWork, NameQueue
-from hvd_trainer.faults import stack_dump
+from hvd_trainer.faults import exchanges
 from hvd_trainer.faults.activity import Activity, ExchangeAbortedError
 from hvd_trainer.faults.monitor import MonitorSettings
 from hvd_trainer.faults.monitor_server import MonitorServer
@@ -106,17 +106,18 @@ def test_survivors_abort_exchanges_in_elastic_mode_only() -> None:
 
 
 @pytest.mark.parametrize("kind", ["nccl", "nccl2"])
-def test_stack_dump_names_unfinished_nccl_exchanges(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_nccl_exchanges_are_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of both classes of PyTorch for NCCL, of which the newer one has a record like Gloo's."""
     entry = {
         "profiling_name": f"{kind}:all_reduce",
         "input_sizes": [[1024]],
+        "input_dtypes": ["Float"],
         "collective_seq_id": 12,
         "process_group": ["0", "default_pg"],
         "state": "scheduled",
     }
     distributed = torch._C._distributed_c10d
-    assert "Exchanges that" not in stack_dump.own_stacks()
+    assert exchanges.unfinished() == []
 
     def dump(backend: str = "gloo", **_: Any) -> bytes:
         return json.dumps({"entries": [entry] if backend == kind else []}).encode()
@@ -124,14 +125,8 @@ def test_stack_dump_names_unfinished_nccl_exchanges(kind: str, monkeypatch: pyte
     monkeypatch.setattr(distributed, "_dump_nccl_trace_json", partial(dump, "nccl"), raising=False)
     monkeypatch.setattr(distributed, "_dump_fr_trace_json", dump)
     monkeypatch.setattr(distributed, "ProcessGroupNCCL2", None, raising=False)
-    shown: list[str] = []
-    asking = threading.Thread(target=lambda: shown.append(stack_dump.own_stacks()))
-    asking.start()
-    asking.join()
-    assert stack_dump.unfinished_section(shown[0]) == (
-        f"Exchanges that are not finished:\n  {kind}:all_reduce of [[1024]], number 12 of group 0"
-    )
-    assert "test_asynchronous_gpu.py" in stack_dump.main_thread_section(shown[0])
+    (exchange,) = exchanges.unfinished()
+    assert exchange[:3] == (f"{kind}:0", 12, "all_reduce of float[1024], number 12 of group 0")
 
 
 def test_barrier_synchronizes_the_gpu(gpu: StandIn) -> None:
@@ -225,11 +220,13 @@ def test_work_is_begun_and_finished_on_the_stream_that_asked_for_it(gpu: StandIn
             completer,
             group="0",
             number=number,
+            ranks=(0, 1),
+            call="a sum",
             begin=lambda name: gpu.calls.append(f"begin on {gpu.current.name}") or [number],  # type: ignore[func-returns-value]
             finish=lambda received: gpu.calls.append(f"finish on {gpu.current.name}"),
             device=GPU,
             timeout_s=9,
-            description="a sum",
+            where="here",
         )
         started.start()
         return started

@@ -51,12 +51,14 @@ class Engine:
             self.completer,
             group="0",
             number=number,
+            ranks=(0, 1),
+            call=f"sum {number}",
             begin=begin,
             finish=results.extend,
             result=results,
             device=torch.device("cpu"),
             timeout_s=timeout_s,
-            description=f"sum {number}",
+            where="here",
         )
         work.start()
         return work

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hvd_trainer.faults.exchanges import Exchange
 from hvd_trainer.faults.messages import (
     Alive,
     Bye,
@@ -32,9 +33,9 @@ MESSAGES: list[Message] = [
     Alive(heartbeat=BEAT),
     RankEnded(event=Event("raised", 1, "first\nsecond", "\u2028"), is_users=True, heartbeat=BEAT),
     StacksRequest(silent=(1, 2)),
-    Stacks(rank=2, text="Thread 0x1"),
+    Stacks(rank=2, text="Thread 0x1", exchanges=[Exchange("hvd:0,1", 0, "allreduce.a", False, (0, 1), True)]),
     JobEnded(cause=RootCause(1, "failure: rank 1", reported=True), exit_in_s=0.2),
-    Done(rank=1, where=" in train.py, line 3", begun={"gloo:0": 7}),
+    Done(rank=1, where=" in train.py, line 3", exchanges=[Exchange("gloo:0", 7, "", True)]),
     Bye(),
 ]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_trainer.faults.root_cause import Event, Heartbeat, Stall, find_root_cause, find_stall
+from hvd_trainer.faults.exchanges import Exchange
+from hvd_trainer.faults.root_cause import Event, Heartbeat, Stall, call_text, culprit, find_root_cause, find_stall
 
 
 def test_find_root_cause() -> None:
@@ -40,3 +41,47 @@ def waiting(seconds: float, step: int = 7) -> Heartbeat:
 )
 def test_find_stall(heartbeats: list[Heartbeat], found: Stall | None) -> None:
     assert find_stall(dict(enumerate(heartbeats)), silence_limit_s=60) == found
+
+
+def named(name: str) -> Exchange:
+    return Exchange("hvd:0,1,2", 0, name, is_done=False, ranks=(0, 1, 2), is_named=True)
+
+
+def numbered(number: int, *, is_done: bool = False) -> Exchange:
+    return Exchange("gloo:0", number, f"all_reduce, number {number}", is_done, (0, 1, 2))
+
+
+BUSY, WAITS = Heartbeat(7, "callback", 61, limit_s=60), waiting(61)
+
+
+@pytest.mark.parametrize(
+    ("stall", "heartbeats", "facts", "rank"),
+    [
+        # Both hosts are busy, one of them in a read that waits for its GPU's exchange.
+        (
+            Stall((0, 1), "late"),
+            [BUSY, BUSY, WAITS],
+            [[numbered(3)], [numbered(2, is_done=True)], [numbered(3)]],
+            1,
+        ),
+        # Nobody waits for the first rank, which has begun what it waits for.
+        (Stall((0, 1, 2), "crossed"), [WAITS] * 3, [[numbered(3)], [], [numbered(3)]], 1),
+        (Stall((0, 1, 2), "crossed"), [WAITS] * 3, [[named("a")], [named("b")], [named("a")]], 0),
+        (Stall((), "overdue"), [WAITS, WAITS, BUSY], [[named("a")], [named("a")], [named("b")]], 2),
+        # All have come meanwhile.
+        (Stall((), "overdue"), [WAITS] * 3, [[named("a")]] * 3, None),
+        # Silent ranks tell nothing.
+        (Stall((2,), "silent"), [WAITS] * 3, [[numbered(3)], [numbered(2)], []], 2),
+    ],
+)
+def test_culprit(stall: Stall, heartbeats: list[Heartbeat], facts: list[list[Exchange]], rank: int | None) -> None:
+    assert culprit(stall, dict(enumerate(heartbeats)), dict(enumerate(facts))) == rank
+
+
+def test_call_text() -> None:
+    facts = {0: [named("a")], 1: [named("b")], 2: [named("a")], 3: [numbered(3, is_done=True)], 4: []}
+    assert [call_text(rank, facts) for rank in facts] == [
+        *(" in a for rank 1", " in b for ranks 0, 2", " in a for rank 1", ", last in all_reduce, number 3", ""),
+    ]
+    # The other ranks have all begun it, or more.
+    assert call_text(0, {0: [numbered(3)], 1: [numbered(4)]}) == " in all_reduce, number 3"
