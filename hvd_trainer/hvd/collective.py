@@ -127,9 +127,7 @@ class Collective:
             ValueError: this process is not in the set, or an operation of this name is under way.
             HorovodInternalError: not initialised, or the job has ended.
         """
-        if self.process_set.process_set_id is None:
-            raise ValueError(f"This process set is not registered: {self.process_set}")
-        controller = basics.controller(self.process_set.process_set_id)
+        controller = controller_of(self.process_set)
         number = 0 if self._is_named else controller.next_number(self._signature.kind)
         request = Request(self._signature, number=number, tensors=self.tensors, in_place=in_place)
         if self.tensors and not accelerator.is_host(self.tensors[0].device):
@@ -158,6 +156,18 @@ class Collective:
     def outputs_(self) -> tuple[Tensor, ...]:
         """Submit it, wait, and return the given tensors, overwritten."""
         return self.submit(in_place=True, will_wait=True).outputs()
+
+
+def controller_of(process_set: ProcessSet) -> Controller:
+    """Return the controller of a process set.
+
+    Raises:
+        ValueError: the set is not registered, or this process is not in it.
+        HorovodInternalError: `init` has not been called.
+    """
+    if process_set.process_set_id is None:
+        raise ValueError(f"This process set is not registered: {process_set}")
+    return basics.controller(process_set.process_set_id)
 
 
 def check_has_rows(kind: str, tensor: Tensor) -> None:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from hvd_trainer.backends.session import Session
 from hvd_trainer.hvd.common import wire
-from hvd_trainer.hvd.common.bucket_schedule import BucketSchedules
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.executor import Executor
 from hvd_trainer.hvd.common.matching import Matcher, Response
@@ -65,14 +64,15 @@ class Controller:
         ended: why no operation succeeds any more; None as long as they do.
         shut_down_by: the ranks that had come to a shutdown when that has ended operations.
         timeline: records operations; None: nothing does.
+        num_joins: how often all members have joined.
     """
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], settings: Settings, session: Session) -> None:
         self.ranks, self.rank, self.settings, self.session = ranks, session.world.rank, settings, session
-        self.schedules = BucketSchedules(self, store)
         self.ended: str | None = None
         self.shut_down_by: list[int] = []
         self.timeline: Timeline | None = None
+        self.num_joins = 0
         me = ranks.index(self.rank)
         self._matcher = Matcher(ranks)
         self._stall = StallInspector(store, ranks, self.rank, settings)
@@ -82,7 +82,6 @@ class Controller:
         self._open: dict[tuple[str, int], Request] = {}
         """submitted, and not done"""
         self._numbers: dict[str, int] = {}
-        self._num_joins = 0
         self._is_driving = False
         self._num_waiting = 0
         self._idle_rounds = 0
@@ -125,7 +124,7 @@ class Controller:
         """
         with self._state:
             count = self._numbers[kind] = self._numbers.get(kind, 0) % MAX_NUMBER + 1
-            return (self._num_joins % 256 << NUMBER_BITS) + count
+            return (self.num_joins % 256 << NUMBER_BITS) + count
 
     def wait(self, request: Request) -> None:
         """Return when a request is done, with or without an error."""
@@ -146,42 +145,30 @@ class Controller:
             if self.ended is not None:
                 raise HorovodInternalError(self.ended)
             self._flags |= wire.JOINED
-        self.schedules.leave(wire.JOINED)
         self._drive_until(lambda: not self._flags & wire.JOINED)
         if self.ended is not None:
             raise HorovodInternalError(self.ended)
-        self.schedules.come_back()
         return self._last_joined
 
     def shutdown(self) -> None:
         """Return when all members have come to a shutdown, or operations have ended; then free everything."""
         with self._state:
             self._flags |= wire.SHUTDOWN
-        self.schedules.leave(wire.SHUTDOWN)
-        self.drive_to_end()
+        self._drive_until(lambda: self.ended is not None)
         self._stop_thread()
-        self.schedules.close()
         self._transport.close()
 
     def abort(self, reason: str) -> None:
         """End all operations, also those under way, without the other members."""
         self._end(reason)
-        self._break_connections()
+        self._transport.abort()
         self._stop_thread()
 
     def fail(self, error: BaseException) -> None:
         """End all operations because an exchange has failed."""
         if self.ended is None:
             self._end(f"An exchange with the other ranks failed: {error}", error)
-            self._break_connections()  # the others must not wait for this rank
-
-    def _break_connections(self) -> None:
-        self._transport.abort()
-        self.schedules.abort()
-
-    def drive_to_end(self) -> None:
-        """Return when operations have ended: all members have come to a round in which one shuts down."""
-        self._drive_until(lambda: self.ended is not None)
+            self._transport.abort()  # the others must not wait for this rank
 
     def _stop_thread(self) -> None:
         self._work.set()
@@ -317,7 +304,7 @@ class Controller:
             self._matcher.joined.clear()
             with self._state:
                 self._flags &= ~wire.JOINED
-                self._num_joins += 1
+                self.num_joins += 1
                 self._numbers.clear()
 
     def _end_round(self, flags: Sequence[int]) -> None:

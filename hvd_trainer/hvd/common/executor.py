@@ -60,19 +60,12 @@ class Executor:
         Raises:
             RuntimeError: a connection is broken.
         """
-        fused: dict[tuple[Any, ...], list[Response]] = {}
+        together: dict[tuple[Any, ...], list[Response]] = {}
         for response in responses:
-            signature = response.signature
-            if signature.kind == Kind.ALLREDUCE and signature.op != Op.ADASUM:
-                factors = signature.prescale, signature.postscale
-                key: tuple[Any, ...] = (Kind.ALLREDUCE, signature.device, signature.op, *factors)
-                fused.setdefault(key, []).append(response)
-            elif signature.kind == Kind.BROADCAST:
-                fused.setdefault((Kind.BROADCAST, signature.device, signature.root), []).append(response)
-            elif signature.kind in (Kind.ALLGATHER, Kind.ALLTOALL, Kind.REDUCESCATTER, Kind.ALLREDUCE):
-                fused.setdefault((id(response),), []).append(response)
-        for together in fused.values():
-            signature = together[0].signature
+            if response.signature.shapes:  # a rank that has joined is told of operations without tensors, too
+                together.setdefault(_fusion_key(response), []).append(response)
+        for fused in together.values():
+            signature = fused[0].signature
             run = {
                 Kind.ALLREDUCE: self._adasum if signature.op == Op.ADASUM else self._all_reduce,
                 Kind.BROADCAST: self._broadcast,
@@ -80,11 +73,11 @@ class Executor:
                 Kind.ALLTOALL: self._all_to_all,
                 Kind.REDUCESCATTER: self._reduce_scatter,
             }[signature.kind]
-            device = self._device(together)
+            device = self._device(fused)
             if accelerator.is_host(device):
-                run(together, device)
+                run(fused, device)
             else:
-                self._on_stream(run, together, device)
+                self._on_stream(run, fused, device)
 
     def _device(self, responses: Sequence[Response]) -> torch.device:
         for response in responses:
@@ -289,6 +282,16 @@ class Executor:
             result = _combine(received.view(size, -1).unbind(), response.signature, scaled=True)
             _scale(result, _factor_after(response.signature, size))
             request.outputs.append(result.view(rows[me], *tensor.shape[1:]))
+
+
+def _fusion_key(response: Response) -> tuple[Any, ...]:
+    """Return what operations that travel together have in common, the same on all members."""
+    signature, where = response.signature, (response.signature.device, *response.device_indices)
+    if signature.kind == Kind.ALLREDUCE and signature.op != Op.ADASUM and not signature.is_bucket:
+        return Kind.ALLREDUCE, where, signature.op, signature.prescale, signature.postscale
+    if signature.kind == Kind.BROADCAST:
+        return Kind.BROADCAST, where, signature.root
+    return response.key
 
 
 def _scatter_buffer(flat: Tensor, outputs: Sequence[Tensor]) -> None:

@@ -24,6 +24,8 @@ class Response:
     """of each member; None for one that has not asked yet, or has joined"""
     payloads: list[bytes]
     """the members' tensors, of those that came with the requests"""
+    device_indices: list[int]
+    """of the members' tensors; -1 on a CPU"""
     num_posted: int = 0
     error: str | None = None
     request: Request | None = None
@@ -32,7 +34,7 @@ class Response:
     @classmethod
     def empty(cls, key: tuple[str, int], size: int) -> Response:
         """Return one that none of `size` members has asked for yet."""
-        return cls(key, [None] * size, [b""] * size)
+        return cls(key, [None] * size, [b""] * size, [-1] * size)
 
     @property
     def signature(self) -> Signature:
@@ -62,17 +64,21 @@ class Matcher:
         self.pending: dict[tuple[str, int], Response] = {}
         self._responses: list[Response] = []
 
-    def add(self, member: int, signature: Signature, number: int, payload: bytes = b"") -> None:
+    def add(
+        self, member: int, signature: Signature, number: int, payload: bytes = b"", device_index: int = -1
+    ) -> None:
         """Note that a member asks for an operation.
 
         Args:
             payload: its tensor, if that came with the request.
+            device_index: of its tensors' device.
         """
         key = signature.name, number
         entry = self.pending.get(key)
         if entry is None:
             entry = self.pending[key] = Response.empty(key, len(self.ranks))
         entry.signatures[member], entry.payloads[member] = signature, payload
+        entry.device_indices[member] = device_index
         entry.num_posted += 1
         self._respond_if_complete(entry)
 

@@ -26,7 +26,9 @@ class Kind:
 
     ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL = "allreduce", "allgather", "broadcast", "alltoall"
     REDUCESCATTER, BARRIER = "reducescatter", "barrier"
-    ADD_SET, REMOVE_SET, ADD_BUCKETS = "add_process_set", "remove_process_set", "add_buckets"
+    ADD_SET, REMOVE_SET = "add_process_set", "remove_process_set"
+    GRADIENTS = "gradients"
+    """agree on buckets of gradients"""
 
 
 MAX_INLINE_BYTES = 128
@@ -71,6 +73,8 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     """alltoall: rows for each member of the process set; process sets: their ranks"""
     is_group: bool = False
     """whether a list of tensors was given, even of one"""
+    is_bucket: bool = False
+    """whether nothing may travel with it: the order of a sum depends on the place in what is exchanged as one"""
     details: bytes = b""
     """in which members may differ; for `Request.action`"""
 
@@ -83,7 +87,7 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     @property
     def inline_bytes(self) -> int:
         """How many bytes travel with the request; 0 if its tensors need an exchange of their own."""
-        if self.device != "cpu" or self.is_group or self.op == Op.ADASUM:
+        if self.device != "cpu" or self.is_group or self.is_bucket or self.op == Op.ADASUM:
             return 0
         if self.kind not in (Kind.ALLREDUCE, Kind.BROADCAST, Kind.ALLGATHER):
             return 0
@@ -132,6 +136,11 @@ class Request:
         self.ready: Any = None
         self.finished: Any = None
         self.submitted_at = time.monotonic()
+
+    @property
+    def device_index(self) -> int:
+        """Index of the tensors' device; -1 on a CPU, and without tensors."""
+        return self.tensors[0].get_device() if self.tensors else -1
 
     @property
     def key(self) -> tuple[str, int]:

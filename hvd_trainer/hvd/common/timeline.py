@@ -84,15 +84,6 @@ class Timeline:
             self._span(f"NEGOTIATE_{kind}", row, request.submitted_at, began)
             self._span(kind, row, began, ended)
 
-    def add_buckets(self, names: Sequence[str], began: float) -> None:
-        """Record the buckets of a step, which have just been reduced, in a row of their own.
-
-        Args:
-            names: of what is in them.
-            began: when the first was sent, by `time.monotonic`.
-        """
-        self._span("ALLREDUCE", f"buckets of {names[0]} and {len(names) - 1} more", began, time.monotonic())
-
     def close(self) -> None:
         """Complete the file."""
         self._write(name="end", ph="i", s="g", pid=0, tid=0, ts=round((time.monotonic() - self._start) * 1e6, 1))
