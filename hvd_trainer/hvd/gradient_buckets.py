@@ -27,6 +27,8 @@ from hvd_trainer.hvd.compression import Compressor
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's default."""
+MAX_SENT_BYTES = 2**20
+"""Where each member sends all others together no more than this, a bucket travels with its request."""
 
 
 class _Gradient(msgspec.Struct, frozen=True, array_like=True):
@@ -76,8 +78,17 @@ class NegotiatedBuckets(BucketExchange):
         op: int,
     ) -> None:
         op = Op.SUM if op == Op.AVERAGE else op
+        limit = MAX_SENT_BYTES // (len(controller.ranks) - 1)
         self._collectives = [
-            Collective(Kind.ALLREDUCE, [bucket.flat], f"bucket.{name}", process_set, op=op, is_bucket=True)
+            Collective(
+                Kind.ALLREDUCE,
+                [bucket.flat],
+                f"bucket.{name}",
+                process_set,
+                op=op,
+                is_bucket=True,
+                inline_limit=limit,
+            )
             for bucket, name in zip(buckets, names, strict=True)
         ]
         self._controller, self._num_joins = controller, controller.num_joins
@@ -89,7 +100,9 @@ class NegotiatedBuckets(BucketExchange):
         return self._controller.ended is not None or self._controller.num_joins != self._num_joins
 
     def launch(self, bucket: Bucket) -> None:
-        self._launched[bucket.number] = self._collectives[bucket.number].submit(in_place=True)
+        # After the last one `step` waits at once, as a rule: to wake the thread would cost more than it gains.
+        is_last = len(self._launched) == len(self._collectives) - 1
+        self._launched[bucket.number] = self._collectives[bucket.number].submit(in_place=True, will_wait=is_last)
 
     def wait(self, bucket: Bucket) -> None:
         self._launched.pop(bucket.number).outputs()

@@ -130,6 +130,22 @@ class Controller:
         """Return when a request is done, with or without an error."""
         if not request.is_done:
             self._drive_until(lambda: request.is_done)
+        if request.work is not None:
+            self._finish_work(request)
+
+    def _finish_work(self, request: Request) -> None:
+        work, request.work = request.work, None
+        try:
+            with self.session.activity.waiting():
+                self._transport.wait(work)
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise
+            request.error = HorovodInternalError(self.ended)
+            request.error.__cause__ = error
+        if self.timeline is not None:
+            self.timeline.add_operations([request])
 
     def join(self, device: torch.device) -> int:
         """Take part in the others' operations until all have joined; return the rank that came last.
@@ -266,7 +282,7 @@ class Controller:
         responses = self._matcher.take_responses()
         to_exchange: list[Response] = []
         done: list[Request] = []
-        began = time.monotonic()
+        began_at = time.monotonic()
         for response in responses:
             request = response.request = self._open.get(response.key)
             if response.error is not None:
@@ -280,6 +296,7 @@ class Controller:
             else:
                 to_exchange.append(response)
             if request is not None:
+                request.began_at = began_at
                 done.append(request)
         if to_exchange:
             with self.session.activity.waiting():
@@ -288,7 +305,7 @@ class Controller:
             names = (f"{response.signature.name}: {response.error or 'done'}" for response in responses)
             logger.debug("round %d: %s", self._num_rounds, ", ".join(names))
         if self.timeline is not None:
-            self.timeline.add_operations(done, began)
+            self.timeline.add_operations([request for request in done if request.work is None])
         for request in done:
             self._finish(request)
         self._idle_rounds = 0 if responses else self._idle_rounds + 1

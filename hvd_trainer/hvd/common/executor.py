@@ -67,7 +67,7 @@ class Executor:
         for fused in together.values():
             signature = fused[0].signature
             run = {
-                Kind.ALLREDUCE: self._adasum if signature.op == Op.ADASUM else self._all_reduce,
+                Kind.ALLREDUCE: self._all_reduction(signature),
                 Kind.BROADCAST: self._broadcast,
                 Kind.ALLGATHER: self._all_gather,
                 Kind.ALLTOALL: self._all_to_all,
@@ -126,6 +126,21 @@ class Executor:
 
     # Allreduce.
 
+    def _all_reduction(self, signature: Signature) -> Callable[..., None]:
+        if signature.is_bucket:
+            return self._start_bucket
+        return self._adasum if signature.op == Op.ADASUM else self._all_reduce
+
+    def _start_bucket(self, responses: Sequence[Response], device: torch.device) -> None:
+        """Start to reduce a bucket. On CPUs the next one can begin meanwhile; on GPUs streams see to that."""
+        signature, request = responses[0].signature, responses[0].request
+        ((_, bucket),) = self._parts(responses[0], device)
+        work = self._transport.group(device).allreduce([bucket], _options(signature))
+        if not accelerator.is_host(device):
+            self._transport.wait(work, device)
+        elif request is not None:
+            request.work = work
+
     def _all_reduce(self, responses: Sequence[Response], device: torch.device) -> None:
         by_dtype: dict[torch.dtype, list[Part]] = {}
         for response in responses:
@@ -176,9 +191,7 @@ class Executor:
             return
         _scale(flat, signature.prescale)
         if len(self._ranks) > 1:
-            options = dist.AllreduceOptions()
-            options.reduceOp = GROUP_OPS[signature.op]
-            self._transport.wait(self._transport.group(device).allreduce([flat], options), device)
+            self._transport.wait(self._transport.group(device).allreduce([flat], _options(signature)), device)
         _scale(flat, _factor_after(signature, len(self._ranks)))
         if len(parts) > 1:
             _scatter_buffer(flat, [output.view(-1) for _, output in parts])
@@ -292,6 +305,12 @@ def _fusion_key(response: Response) -> tuple[Any, ...]:
     if signature.kind == Kind.BROADCAST:
         return Kind.BROADCAST, where, signature.root
     return response.key
+
+
+def _options(signature: Signature) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = GROUP_OPS[signature.op]
+    return options
 
 
 def _scatter_buffer(flat: Tensor, outputs: Sequence[Tensor]) -> None:

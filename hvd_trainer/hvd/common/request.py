@@ -31,9 +31,6 @@ class Kind:
     """agree on buckets of gradients"""
 
 
-MAX_INLINE_BYTES = 128
-"""Tensors up to this size travel with the request, instead of in an exchange of their own."""
-
 NUMBER_BITS = 24
 MAX_NUMBER = (1 << NUMBER_BITS) - 1
 """Operations without a name are counted up to this, and then again from 1."""
@@ -75,6 +72,8 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     """whether a list of tensors was given, even of one"""
     is_bucket: bool = False
     """whether nothing may travel with it: the order of a sum depends on the place in what is exchanged as one"""
+    inline_limit: int = 128
+    """up to how many bytes the tensor travels with the request, instead of in an exchange of its own"""
     details: bytes = b""
     """in which members may differ; for `Request.action`"""
 
@@ -87,11 +86,11 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     @property
     def inline_bytes(self) -> int:
         """How many bytes travel with the request; 0 if its tensors need an exchange of their own."""
-        if self.device != "cpu" or self.is_group or self.is_bucket or self.op == Op.ADASUM:
+        if self.device != "cpu" or self.is_group or self.op == Op.ADASUM:
             return 0
         if self.kind not in (Kind.ALLREDUCE, Kind.BROADCAST, Kind.ALLGATHER):
             return 0
-        return self.num_bytes if self.num_bytes <= MAX_INLINE_BYTES else 0
+        return self.num_bytes if self.num_bytes <= self.inline_limit else 0
 
 
 class Request:
@@ -111,7 +110,8 @@ class Request:
         error: why it has failed; None if it has not.
         is_done: whether outputs or error are there.
         ready, finished: events of an accelerator, after which the tensors and the outputs may be read.
-        submitted_at: by `time.monotonic`.
+        work: what is left of an operation on CPUs that has only been started; `Controller.wait` waits for it.
+        submitted_at, began_at: when it was asked for, and when all members had, by `time.monotonic`.
     """
 
     def __init__(
@@ -135,7 +135,8 @@ class Request:
         self.is_done = False
         self.ready: Any = None
         self.finished: Any = None
-        self.submitted_at = time.monotonic()
+        self.work: Any = None
+        self.submitted_at = self.began_at = time.monotonic()
 
     @property
     def device_index(self) -> int:

@@ -72,17 +72,13 @@ class Timeline:
             at_us = round((time.monotonic() - self._start) * 1e6, 1)
             self._write(name="CYCLE_START", ph="i", s="p", pid=0, tid=0, ts=at_us)
 
-    def add_operations(self, requests: Sequence[Request], began: float) -> None:
-        """Record operations that have just been executed.
-
-        Args:
-            began: when all ranks had asked for them, by `time.monotonic`.
-        """
+    def add_operations(self, requests: Sequence[Request]) -> None:
+        """Record operations that have just been executed."""
         ended = time.monotonic()
         for request in requests:
             kind, row = request.signature.kind.upper(), request.signature.name
-            self._span(f"NEGOTIATE_{kind}", row, request.submitted_at, began)
-            self._span(kind, row, began, ended)
+            self._span(f"NEGOTIATE_{kind}", row, request.submitted_at, request.began_at)
+            self._span(kind, row, request.began_at, ended)
 
     def close(self) -> None:
         """Complete the file."""

@@ -39,7 +39,7 @@ def write(requests: Sequence[Request], flags: int) -> bytes:
     return _encode((flags, asked))
 
 
-def read(member: int, message: bytes, matcher: Matcher) -> int:
+def read(member: int, message: bytes | bytearray, matcher: Matcher) -> int:
     """Give the requests of a member's message to the matcher; return its flags."""
     flags, asked = _decode(message)
     for signature, number, device_index, payload in asked:
