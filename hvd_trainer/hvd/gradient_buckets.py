@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
@@ -65,6 +66,7 @@ class NegotiatedBuckets(BucketExchange):
 
     Args:
         names: of the buckets, the same on all members.
+        number: of this agreement, the same on all members. So optimizers may have parameters of the same names.
     """
 
     in_order = False
@@ -75,6 +77,7 @@ class NegotiatedBuckets(BucketExchange):
         controller: Controller,
         buckets: Sequence[Bucket],
         names: Sequence[str],
+        number: int,
         op: int,
     ) -> None:
         op = Op.SUM if op == Op.AVERAGE else op
@@ -85,6 +88,7 @@ class NegotiatedBuckets(BucketExchange):
                 [bucket.flat],
                 f"bucket.{name}",
                 process_set,
+                number=number,
                 op=op,
                 is_bucket=True,
                 inline_limit=limit,
@@ -100,9 +104,9 @@ class NegotiatedBuckets(BucketExchange):
         return self._controller.ended is not None or self._controller.num_joins != self._num_joins
 
     def launch(self, bucket: Bucket) -> None:
-        # After the last one `step` waits at once, as a rule: to wake the thread would cost more than it gains.
+        # Nothing of `backward` is left to overlap with the last one: to wake the thread costs more than it gains.
         is_last = len(self._launched) == len(self._collectives) - 1
-        self._launched[bucket.number] = self._collectives[bucket.number].submit(in_place=True, will_wait=is_last)
+        self._launched[bucket.number] = self._collectives[bucket.number].submit(in_place=True, waits_soon=is_last)
 
     def wait(self, bucket: Bucket) -> None:
         self._launched.pop(bucket.number).outputs()
@@ -139,31 +143,32 @@ def agree(
         name=f"{Kind.GRADIENTS}.{min(parameters)}",
         details=msgspec.msgpack.encode(proposed),
     )
-    request = Request(signature, action=_agreed)
+    request = Request(signature, action=partial(_agreed, controller))
     controller.submit(request, will_wait=True)
     controller.wait(request)
     if request.error is not None:
         raise request.error
     if request.result is None:
         return None
-    layout: _Layout = request.result
+    number, layout = request.result
     buckets = [
-        Bucket.of([parameters[gradient.name] for gradient in bucket], number, DTYPES[bucket[0].dtype])
-        for number, bucket in enumerate(layout)
+        Bucket.of([parameters[gradient.name] for gradient in bucket], i, DTYPES[bucket[0].dtype])
+        for i, bucket in enumerate(layout)
     ]
     exchange = NegotiatedBuckets(
-        process_set, controller, buckets, [bucket[0].name for bucket in layout], reduction.op
+        process_set, controller, buckets, [bucket[0].name for bucket in layout], number, reduction.op
     )
     return GradientBuckets(
         buckets, exchange, factor_before=reduction.factor_before, factor_after=reduction.factor_after
     )
 
 
-def _agreed(signatures: Sequence[Signature | None]) -> _Layout | None:
-    """Return the first member's layout if all that have not joined have the same gradients."""
+def _agreed(controller: Controller, signatures: Sequence[Signature | None]) -> tuple[int, _Layout] | None:
+    """Return a number and the first member's layout, if all that have not joined have the same gradients."""
+    number = controller.next_number(Kind.GRADIENTS)  # in an order that is the same on all members
     layouts = [msgspec.msgpack.decode(s.details, type=_Layout) for s in signatures if s is not None]
     described = [{gradient for bucket in layout for gradient in bucket} for layout in layouts]
-    return layouts[0] if all(other == described[0] for other in described) else None
+    return (number, layouts[0]) if all(other == described[0] for other in described) else None
 
 
 def _described(parameter: Tensor, name: str, reduction: Reduction) -> _Gradient:

@@ -283,6 +283,33 @@ def check_unnamed_optimizers_in_turn() -> None:
             mean_steps(model, optimizer, 1)
 
 
+def check_models_of_the_same_names_at_once() -> None:
+    """Generator and discriminator. Gradients that go by name need different ones, and the error says how."""
+    models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+
+    class Own(hvd.Compression.none):  # type: ignore[name-defined,misc]
+        pass
+
+    for compression in (hvd.Compression.none, Own):
+        optimizers = [
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression=compression
+            )
+            for model in models
+        ]
+        for _ in range(1 if compression is Own else 3):
+            loss = sum(model(torch.full((1, 2), hvd.rank() + 1.0)).sum() for model in models)
+            if compression is Own:
+                with pytest.raises(ValueError, match=r"named_parameters\(prefix='generator'\)"):
+                    loss.backward()
+                continue
+            loss.backward()
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.step()
+                assert model.weight.grad.tolist() == [[1.5, 1.5]]
+                optimizer.zero_grad()
+
+
 def check_abandoned_gradients() -> None:
     """Ranks forget the gradients of a step that is known, and go on."""
     model, optimizer = wrapped_model()
@@ -449,6 +476,61 @@ def last_rank_leaves(how: str, in_known_step: bool) -> tuple[int, str]:
     return rank, str(caught.value)
 
 
+class EndsOperations(torch.autograd.Function):
+    """Ends all operations in backward, as the monitor's thread does when a rank is lost."""
+
+    ends = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        if EndsOperations.ends:
+            basics.runtime().abort_exchanges()
+        return grad
+
+
+def restored_after_operations_ended_in_backward() -> tuple[int, bool]:
+    """Return whether an elastic state is that of the last commit, after a rank was lost in backward."""
+    hvd.init()
+    rank = hvd.rank()
+    layers = nn.Linear(600, 600), nn.Linear(600, 600)
+    model = nn.ModuleList(layers)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    for step in range(4):
+        state.save()
+        saved = layers[0].weight.detach().clone()
+        EndsOperations.ends = step == 3
+        layers[1](EndsOperations.apply(layers[0](torch.ones(2, 600)))).sum().backward()
+        if step < 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(hvd.HorovodInternalError):
+        optimizer.step()
+    state.restore()
+    optimizer.zero_grad()
+    return rank, torch.equal(layers[0].weight, saved)
+
+
+def train_on_after_the_shutdown() -> tuple[int, list[float]]:
+    """Return the gradient of a backward pass after the shutdown."""
+    hvd.init()
+    rank = hvd.rank()
+    model, optimizer = wrapped_model()
+    mean_steps(model, optimizer, 3, hvd.size())
+    optimizer.zero_grad()
+    hvd.shutdown()
+    model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    grad = model.weight.grad[0].tolist()
+    with pytest.raises(ValueError, match="not been initialized"):
+        optimizer.step()
+    optimizer.zero_grad()
+    return rank, grad
+
+
 OURS, REAL = "hvd_trainer.hvd", "horovod.torch"
 STEPS = 4
 STALL = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
@@ -595,6 +677,18 @@ def test_stall_names_the_missing_rank_and_ends_the_wait(in_known_step: bool) -> 
     texts = run_ranks(last_rank_leaves, num_processes=3, args=args, env=STALL)
     name = "bucket.weight" if in_known_step else "weight"
     assert f"ranks 0, 1 have waited for 4 s for rank 2 in allreduce.{name}" in texts[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_state_can_be_restored_after_operations_ended_in_backward(ranks: int) -> None:
+    """`restore` forgets the step. It sent the rest of it, and the error ended the elastic training."""
+    assert run_ranks(restored_after_operations_ended_in_backward, num_processes=ranks) == [True] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_stay_after_the_shutdown(ranks: int) -> None:
+    """Backward raised, where Horovod's does not on one rank."""
+    assert run_ranks(train_on_after_the_shutdown, num_processes=ranks) == [[i + 1.0] * 2 for i in range(ranks)]
 
 
 ENDS = {

@@ -36,7 +36,9 @@ from hvd_trainer.utils.threads import start_thread
 logger = logging.getLogger(__name__)
 
 DUPLICATE_NAME = (
-    "An operation with the name {name} is under way on this rank already. Wait for it first, or use another name."
+    "An operation with the name {name} is under way on this rank already. Wait for it first, or use another name. "
+    "Of two models that have optimizers at once, name the parameters differently: "
+    "hvd.DistributedOptimizer(optimizer, model.named_parameters(prefix='generator'))."
 )
 SHUT_DOWN = (
     "Horovod has been shut down: {who} called hvd.shutdown() or came to its end, while this rank asked for an "
@@ -44,12 +46,17 @@ SHUT_DOWN = (
 )
 LINGER_S = 0.1
 """How long the thread looks for requests again and again after the last one, so that submitting wakes nobody."""
+PATIENCE_S = 0.02
+"""How long, after that, it leaves requests to those who said that they would wait soon."""
+DOZE_S = 5.0
+"""How long after the last request only another one wakes it."""
 MAX_IDLE_CYCLES = 5
 """While ranks wait for each other's requests, rounds are up to so many cycle times apart."""
 MAX_POLLS = 20
 """After so many cycles in which another thread drives, the thread sleeps until it is woken."""
 MAX_IDLE_ROUNDS = 200
-"""After so many rounds without a response (about a second), different operations under one name are a mistake."""
+"""After so many rounds without a response (about a second), different operations under one name are a mistake, if
+all members wait for theirs: one that does not may yet ask for the others'."""
 
 
 class Controller:
@@ -90,6 +97,7 @@ class Controller:
         self._flags = 0
         self._last_joined = -1
         self._work = threading.Event()
+        self._is_asleep = True
         self._thread: threading.Thread | None = None
         # Last: `_check_wait` is called while the members connect.
         self._transport = Transport(store, me, len(ranks), session, self._check_wait)
@@ -97,11 +105,12 @@ class Controller:
 
     # Called by the user's threads.
 
-    def submit(self, request: Request, *, will_wait: bool = False) -> None:
+    def submit(self, request: Request, *, will_wait: bool = False, waits_soon: bool = False) -> None:
         """Ask for an operation.
 
         Args:
             will_wait: the caller calls `wait` at once, so that the thread need not care for it.
+            waits_soon: the caller calls `wait` soon, so that the thread need not hurry.
 
         Raises:
             ValueError: an operation of this name is under way.
@@ -114,7 +123,8 @@ class Controller:
                 raise ValueError(DUPLICATE_NAME.format(name=request.signature.name))
             self._open[request.key] = request
             self._queue.append(request)
-        if not will_wait:
+        request.waits_soon = waits_soon
+        if not will_wait and (not waits_soon or self._is_asleep):
             self._wake_thread()
 
     def next_number(self, kind: str) -> int:
@@ -129,6 +139,7 @@ class Controller:
     def wait(self, request: Request) -> None:
         """Return when a request is done, with or without an error."""
         if not request.is_done:
+            request.is_awaited = True
             self._drive_until(lambda: request.is_done)
         if request.work is not None:
             self._finish_work(request)
@@ -218,10 +229,14 @@ class Controller:
         idle_since = time.monotonic()
         polls = 0
         while self.ended is None:
-            self._work.wait()
-            time.sleep(self.settings.cycle_s)
+            if self._work.wait(None if self._is_asleep else PATIENCE_S):
+                if self._is_asleep:
+                    self._is_asleep, idle_since = False, time.monotonic()
+                time.sleep(self.settings.cycle_s)
             if self._open:
-                idle_since = time.monotonic()
+                with self._state:
+                    if not all(request.waits_soon for request in self._open.values()):
+                        idle_since = time.monotonic()
                 polls = polls + 1 if self._is_driving else 0
                 with self._state:
                     if polls > MAX_POLLS:
@@ -232,9 +247,12 @@ class Controller:
                         continue
                     self._is_driving = True
                 self._drive_once()
-            elif time.monotonic() - idle_since > LINGER_S:
+            idle_s = time.monotonic() - idle_since
+            if idle_s > LINGER_S:
                 self._work.clear()
-                if self._open:
+            if idle_s > DOZE_S:
+                self._is_asleep = True
+                if self._open:  # by one who took the thread for awake
                     self._work.set()
 
     # Called by the one thread that drives.
@@ -267,7 +285,10 @@ class Controller:
     def _round(self) -> None:
         with self._state:
             requests = self._queue[: wire.MAX_REQUESTS]
-            message = wire.write(requests, self._flags)
+            conflicts = self._matcher.conflicts() if self._idle_rounds >= MAX_IDLE_ROUNDS else []
+            own = [self._open.get(entry.key) for entries in conflicts for entry in entries]
+            is_blocked = bool(conflicts) and all(request.is_awaited for request in own if request is not None)
+            message = wire.write(requests, self._flags | (wire.BLOCKED if is_blocked else 0))
             del self._queue[: len(requests)]
         self._num_rounds, self._round_began = self._num_rounds + 1, time.monotonic()
         if self.timeline is not None:
@@ -277,8 +298,9 @@ class Controller:
         flags = [wire.read(member, message, self._matcher) for member, message in enumerate(messages)]
         if any(flags):
             self._note_joined([member for member, bits in enumerate(flags) if bits & wire.JOINED])
-        if self._idle_rounds == MAX_IDLE_ROUNDS:
-            self._matcher.refuse_conflicts()
+        if all(bits & wire.BLOCKED for bits in flags):
+            for entries in conflicts:
+                self._matcher.refuse(entries)
         responses = self._matcher.take_responses()
         to_exchange: list[Response] = []
         done: list[Request] = []

@@ -107,27 +107,21 @@ class Matcher:
         responses, self._responses = self._responses, []
         return responses
 
-    def refuse_conflicts(self) -> None:
-        """Respond with an error to different operations under one name, on which all members wait for each other.
-
-        Horovod tells kinds of operations apart by name, so that these would never be matched.
-        """
+    def conflicts(self) -> list[list[Response]]:
+        """Return different operations under one name, each member having asked for one of them."""
         by_name: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for key in self.pending:
             by_name.setdefault((key[0].partition(".")[2], key[1]), []).append(key)
-        for keys in by_name.values():
-            entries = [self.pending[key] for key in keys]
-            asked = [
-                [s for s in signatures if s is not None]
-                for signatures in zip(*(e.signatures for e in entries), strict=True)
-            ]
-            if len(keys) == 1 or any(len(signatures) != 1 for signatures in asked):
-                continue
-            error = self._mistake(keys[0], [signature for (signature,) in asked])
-            for entry in entries:
-                del self.pending[entry.key]
-                entry.error = error
-            self._responses += entries
+        same_name = [[self.pending[key] for key in keys] for keys in by_name.values() if len(keys) > 1]
+        return [entries for entries in same_name if all(len(asked) == 1 for asked in _asked_by_member(entries))]
+
+    def refuse(self, entries: Sequence[Response]) -> None:
+        """Respond with an error to different operations under one name."""
+        error = self._mistake(entries[0].key, [signature for (signature,) in _asked_by_member(entries)])
+        for entry in entries:
+            del self.pending[entry.key]
+            entry.error = error
+        self._responses += entries
 
     def missing(self, key: tuple[str, int]) -> list[int]:
         """Return the global ranks that have not asked for an operation yet."""
@@ -151,6 +145,12 @@ class Matcher:
             if len(set(values.values())) > 1:
                 return f"Mismatched {what} in {_title(key)}: {_who_asked(values)}."
         return None
+
+
+def _asked_by_member(entries: Sequence[Response]) -> list[list[Signature]]:
+    """Return which of some operations each member has asked for."""
+    by_member = zip(*(entry.signatures for entry in entries), strict=True)
+    return [[signature for signature in signatures if signature is not None] for signatures in by_member]
 
 
 def _title(key: tuple[str, int]) -> str:

@@ -109,6 +109,7 @@ class Request:
         result: what an operation without tensors returns; alltoall: rows received from each member.
         error: why it has failed; None if it has not.
         is_done: whether outputs or error are there.
+        is_awaited, waits_soon: whether a thread waits for them, or will before long.
         ready, finished: events of an accelerator, after which the tensors and the outputs may be read.
         work: what is left of an operation on CPUs that has only been started; `Controller.wait` waits for it.
         submitted_at, began_at: when it was asked for, and when all members had, by `time.monotonic`.
@@ -132,7 +133,7 @@ class Request:
         self.action = action
         self.result: Any = None
         self.error: BaseException | None = None
-        self.is_done = False
+        self.is_done = self.is_awaited = self.waits_soon = False
         self.ready: Any = None
         self.finished: Any = None
         self.work: Any = None

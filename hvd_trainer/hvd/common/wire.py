@@ -16,7 +16,8 @@ from hvd_trainer.hvd.common.request import Request, Signature
 
 MAX_REQUESTS = 1 << 10
 """In one message; further ones have to wait for the next round."""
-JOINED, SHUTDOWN = 1, 2
+JOINED, SHUTDOWN, BLOCKED = 1, 2, 4
+"""Flags of a member: it has joined, shuts down, or waits for operations whose names others use for other ones."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[int, list[tuple[bytes, int, int, bytes]]]).decode
 # Scripts ask for the same again and again, and ranks for the same as others.
