@@ -519,8 +519,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 ) -> Any:
     """Return an optimizer of the same class and state, whose gradients are combined over ranks.
 
-    Gradients are sent while `backward` computes others, in the first step one by one and then in buckets; `step`
-    waits for all of them. To clip:
+    Gradients are sent in buckets while `backward` computes others, but for the first step, in which ranks agree on
+    the buckets; `step` waits for all of them. To clip:
 
         loss.backward()
         optimizer.synchronize()
