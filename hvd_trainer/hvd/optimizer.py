@@ -20,7 +20,7 @@ from hvd_trainer.hvd.collective import controller_of
 from hvd_trainer.hvd.common import basics
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.process_sets import ProcessSet, global_process_set
-from hvd_trainer.hvd.common.request import Op
+from hvd_trainer.hvd.common.request import REDUCIBLE, Op
 from hvd_trainer.hvd.common.util import split_list
 from hvd_trainer.hvd.compression import Compression, Compressor
 from hvd_trainer.hvd.gradient_buckets import Reduction, agree
@@ -249,7 +249,8 @@ class _GradientReducer(_BackwardPasses):
         dense = [
             parameter
             for parameter in self.parameters
-            if self.sparse_as_dense or parameter.grad is None or not parameter.grad.is_sparse
+            if parameter.dtype in REDUCIBLE
+            and (self.sparse_as_dense or parameter.grad is None or not parameter.grad.is_sparse)
         ]
         controller = controller_of(self.process_set)
         if dense and len(controller.ranks) > 1:

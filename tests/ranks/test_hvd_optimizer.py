@@ -138,6 +138,14 @@ def check_layout_of_gradients() -> None:
     assert torch.equal(model.weight.grad, torch.full_like(model.weight, 1.5))
 
 
+def check_type_that_cannot_be_added() -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), [("weight", weight)])
+    weight.abs().sum().backward()
+    with pytest.raises(ValueError, match="Tensor type torch.ComplexFloatTensor is not supported"):
+        optimizer.step()
+
+
 def check_order_of_parameters() -> None:
     """Ranks form the same groups though their optimizers have other orders."""
     torch.manual_seed(0)

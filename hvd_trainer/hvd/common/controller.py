@@ -88,6 +88,8 @@ class Controller:
         """submitted, and not yet told the others"""
         self._open: dict[tuple[str, int], Request] = {}
         """submitted, and not done"""
+        self._started: set[Request] = set()
+        """of which a thread waits for the work"""
         self._numbers: dict[str, int] = {}
         self._is_driving = False
         self._num_waiting = 0
@@ -146,6 +148,7 @@ class Controller:
 
     def _finish_work(self, request: Request) -> None:
         work, request.work = request.work, None
+        self._started.add(request)
         try:
             with self.session.activity.waiting():
                 self._transport.wait(work)
@@ -155,6 +158,8 @@ class Controller:
                 raise
             request.error = HorovodInternalError(self.ended)
             request.error.__cause__ = error
+        finally:
+            self._started.discard(request)
         if self.timeline is not None:
             self.timeline.add_operations([request])
 
@@ -380,5 +385,5 @@ class Controller:
         if self.ended is not None:
             raise HorovodInternalError(self.ended)
         with self._state:
-            names = [request.signature.name for request in self._open.values()]
+            names = [request.signature.name for request in (*self._started, *self._open.values())]
         self._stall.check_round(self._num_rounds, self._round_began, names or ["join or shutdown"])
