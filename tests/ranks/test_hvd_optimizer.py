@@ -18,9 +18,11 @@ import torch
 from hvd_checks import run_checks
 from launchers import QUICKEST, launch, requires, run_ranks
 from torch import Tensor, nn
+from waiting import wait_for
 
 from hvd_trainer import hvd
 from hvd_trainer.hvd.common import basics
+from hvd_trainer.hvd.common.controller import DOZE_S
 from hvd_trainer.hvd.gradient_buckets import NegotiatedBuckets
 
 pytestmark = pytest.mark.warm
@@ -327,6 +329,26 @@ def check_abandoned_gradients() -> None:
         backward(model)
         optimizer.load_state_dict(optimizer.state_dict())
         mean_steps(model, optimizer, 2)
+
+
+def check_gradients_of_a_rank_that_does_not_step_yet() -> None:
+    """The others' steps do not wait for its own, as in Horovod: the last bucket is sent without it, too."""
+    model, optimizer = wrapped_model()
+    mean_steps(model, optimizer, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        done = Path(hvd.broadcast_object(folder)) / "done"
+        for pause_s in (0.0, DOZE_S + 0.5):  # while the controller's thread dozes, and while it sleeps
+            time.sleep(pause_s)
+            optimizer.zero_grad()
+            backward(model)
+            if hvd.rank() == 0:
+                wait_for(done.exists, 10.0)
+                optimizer.step()
+                done.unlink()
+            else:
+                optimizer.step()
+                done.touch()
+            hvd.barrier()
 
 
 def check_gradients_stay_the_users() -> None:
