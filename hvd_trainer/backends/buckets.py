@@ -174,7 +174,8 @@ class GradientBuckets:
 
     def abandon(self) -> None:
         """Forget the gradients of a step that has begun; the other ranks are not kept waiting for them."""
-        if any(bucket.missing < len(bucket.parameters) for bucket in self.buckets):
+        has_begun = any(bucket.missing < len(bucket.parameters) for bucket in self.buckets)
+        if has_begun and not self.exchange.is_over:
             self.launch_rest()
             self.wait()
 

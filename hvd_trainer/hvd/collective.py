@@ -76,6 +76,7 @@ class Collective:
         tensors: contiguous, on one device.
         name: by which ranks match it; None: by the number of such operations before.
         process_set: the ranks that take part.
+        number: of a name that several operations have at once.
         splits_on: as for `Operation`.
         fields: further fields of `Signature`.
 
@@ -90,6 +91,7 @@ class Collective:
         name: str | None,
         process_set: ProcessSet,
         *,
+        number: int = 0,
         splits_on: torch.device = CPU,
         **fields: Any,
     ) -> None:
@@ -106,7 +108,7 @@ class Collective:
             if tensor.device != tensors[0].device:
                 raise ValueError("The tensors of one operation must be on one device.")
         self.tensors, self.process_set = tensors, process_set
-        self._is_named, self._splits_on = name is not None, splits_on
+        self._is_named, self._number, self._splits_on = name is not None, number, splits_on
         self._signature = Signature(
             kind=kind,
             name=f"{kind}.{'noname' if name is None else name}",
@@ -116,26 +118,24 @@ class Collective:
             **fields,
         )
 
-    def submit(self, *, in_place: bool = False, will_wait: bool = False) -> Operation:
+    def submit(self, *, in_place: bool = False, will_wait: bool = False, waits_soon: bool = False) -> Operation:
         """Ask the process set for the operation.
 
         Args:
             in_place: whether the results go into the tensors.
-            will_wait: the caller asks for the result at once.
+            will_wait, waits_soon: the caller asks for the result at once, or soon.
 
         Raises:
             ValueError: this process is not in the set, or an operation of this name is under way.
             HorovodInternalError: not initialised, or the job has ended.
         """
-        if self.process_set.process_set_id is None:
-            raise ValueError(f"This process set is not registered: {self.process_set}")
-        controller = basics.controller(self.process_set.process_set_id)
-        number = 0 if self._is_named else controller.next_number(self._signature.kind)
+        controller = controller_of(self.process_set)
+        number = self._number if self._is_named else controller.next_number(self._signature.kind)
         request = Request(self._signature, number=number, tensors=self.tensors, in_place=in_place)
         if self.tensors and not accelerator.is_host(self.tensors[0].device):
             request.ready = torch.Event(self.tensors[0].device)
             request.ready.record(torch.accelerator.current_stream(self.tensors[0].device))
-        controller.submit(request, will_wait=will_wait)
+        controller.submit(request, will_wait=will_wait, waits_soon=waits_soon)
         return Operation(request, controller, self._splits_on)
 
     def start(self, *, in_place: bool = False) -> int:
@@ -158,6 +158,18 @@ class Collective:
     def outputs_(self) -> tuple[Tensor, ...]:
         """Submit it, wait, and return the given tensors, overwritten."""
         return self.submit(in_place=True, will_wait=True).outputs()
+
+
+def controller_of(process_set: ProcessSet) -> Controller:
+    """Return the controller of a process set.
+
+    Raises:
+        ValueError: the set is not registered, or this process is not in it.
+        HorovodInternalError: `init` has not been called.
+    """
+    if process_set.process_set_id is None:
+        raise ValueError(f"This process set is not registered: {process_set}")
+    return basics.controller(process_set.process_set_id)
 
 
 def check_has_rows(kind: str, tensor: Tensor) -> None:

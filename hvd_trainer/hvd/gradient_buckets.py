@@ -1,16 +1,18 @@
-"""Gradients of an optimizer in buckets, which go out while `backward` runs without asking the other ranks.
+"""Gradients of an optimizer in buckets, each of which is one operation of a process set.
 
-propose   after a step whose gradients went one by one, ranks agree on buckets: those of the first member, who
-          forms them as DDP does, in the order in which its `backward` finished the gradients
-add       in a later step, a gradient is finished; a bucket that is full is reduced after those before it
+agree     before the first exchange, ranks agree on the buckets: parameters in reverse order, as far as they fit
+add       in a later step, a gradient is finished; a bucket that is full is reduced while `backward` runs
 finish    the rest is reduced, whatever is missing as zeros, and the results are copied to the gradients
+
+A ring all-reduce adds the parts of a buffer in an order of ranks that depends on their place in it. So the layout
+of the buckets depends on the parameters alone, and no bucket travels together with anything else.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
@@ -19,16 +21,15 @@ from torch import Tensor
 
 from hvd_trainer.backends.buckets import Bucket, BucketExchange, GradientBuckets, assign
 from hvd_trainer.hvd.collective import Collective, Operation
-from hvd_trainer.hvd.common.bucket_schedule import BucketSize
 from hvd_trainer.hvd.common.controller import Controller
-from hvd_trainer.hvd.common.executor import GROUP_OPS
 from hvd_trainer.hvd.common.process_sets import ProcessSet
 from hvd_trainer.hvd.common.request import DTYPES, Kind, Op, Request, Signature
 from hvd_trainer.hvd.compression import Compressor
-from hvd_trainer.utils import accelerator
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's default."""
+MAX_SENT_BYTES = 2**20
+"""Where each member sends all others together no more than this, a bucket travels with its request."""
 
 
 class _Gradient(msgspec.Struct, frozen=True, array_like=True):
@@ -42,12 +43,8 @@ class _Gradient(msgspec.Struct, frozen=True, array_like=True):
     """of the parameter, in whose memory order the gradient travels"""
 
 
-class _Proposal(msgspec.Struct, frozen=True, array_like=True):
-    """Message in which a rank proposes buckets to the others."""
-
-    buckets: tuple[tuple[_Gradient, ...], ...]
-    released: tuple[int, ...]
-    """numbers of schedules that this rank needs no more"""
+_Layout = tuple[tuple[_Gradient, ...], ...]
+"""The gradients in each bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,96 +59,116 @@ class Reduction:
 
 
 class NegotiatedBuckets(BucketExchange):
-    """Buckets on accelerators, each reduced by an operation that all members have asked for.
+    """Buckets that are reduced by operations which all members have asked for.
 
     So all that a process set exchanges on a device is queued by one thread at a time, on one communicator, in one
     order on all members. NCCL's operations wait for each other in a circle if members queue them in another order.
 
     Args:
         names: of the buckets, the same on all members.
+        number: of this agreement, the same on all members. So optimizers may have parameters of the same names.
     """
 
-    def __init__(self, process_set: ProcessSet, controller: Controller, names: Sequence[str], op: int) -> None:
-        self._process_set, self._controller, self._names = process_set, controller, names
-        self._op = Op.SUM if op == Op.AVERAGE else op
+    in_order = False
+
+    def __init__(
+        self,
+        process_set: ProcessSet,
+        controller: Controller,
+        buckets: Sequence[Bucket],
+        names: Sequence[str],
+        number: int,
+        op: int,
+    ) -> None:
+        op = Op.SUM if op == Op.AVERAGE else op
+        limit = MAX_SENT_BYTES // (len(controller.ranks) - 1)
+        self._collectives = [
+            Collective(
+                Kind.ALLREDUCE,
+                [bucket.flat],
+                f"bucket.{name}",
+                process_set,
+                number=number,
+                op=op,
+                is_bucket=True,
+                inline_limit=limit,
+            )
+            for bucket, name in zip(buckets, names, strict=True)
+        ]
+        self._controller, self._num_joins = controller, controller.num_joins
         self._launched: dict[int, Operation] = {}
 
     @property
     def is_over(self) -> bool:
-        """Whether operations have ended."""
-        return self._controller.ended is not None
+        """Whether operations have ended, or all members have joined: some of them may not know these buckets."""
+        return self._controller.ended is not None or self._controller.num_joins != self._num_joins
 
     def launch(self, bucket: Bucket) -> None:
-        name = self._names[bucket.number]
-        asked = Collective(Kind.ALLREDUCE, [bucket.flat], name, self._process_set, op=self._op)
-        self._launched[bucket.number] = asked.submit(in_place=True)
+        # Nothing of `backward` is left to overlap with the last one: to wake the thread costs more than it gains.
+        is_last = len(self._launched) == len(self._collectives) - 1
+        self._launched[bucket.number] = self._collectives[bucket.number].submit(in_place=True, waits_soon=is_last)
 
     def wait(self, bucket: Bucket) -> None:
         self._launched.pop(bucket.number).outputs()
 
 
-def propose(
+def agree(
     process_set: ProcessSet,
     controller: Controller,
     groups: Sequence[Sequence[Tensor]],
     names: Mapping[Tensor, str],
     reduction: Reduction,
-) -> Request:
-    """Ask the other members of a process set to reduce gradients in buckets from now on.
+) -> GradientBuckets | None:
+    """Agree with the other members of a process set on buckets. A collective.
 
     Args:
         controller: of the process set.
-        groups: the parameters that may share a bucket, in the order in which their gradients get finished.
+        groups: the parameters that may share a bucket, in the order in which `backward` is expected to reach them.
 
     Returns:
-        The request; once done, its result is the buckets, or None: ranks have different ones, or one has joined.
+        The buckets, those of the first member; None: ranks have different gradients.
+
+    Raises:
+        HorovodInternalError: operations have ended.
     """
     fusion_bytes = controller.settings.fusion_bytes
     limits = [min(dist._DEFAULT_FIRST_BUCKET_BYTES, fusion_bytes), min(BUCKET_BYTES, fusion_bytes)]
     parts = [[group[i] for i in part] for group in groups for part in assign(group, limits, range(len(group)))]
-    proposal = _Proposal(
-        buckets=tuple(
-            tuple(_described(gradient, names[gradient], reduction) for gradient in part) for part in parts
-        ),
-        released=tuple(controller.schedules.released),
+    proposed = tuple(
+        tuple(_described(gradient, names[gradient], reduction) for gradient in part) for part in parts
     )
     parameters = {names[parameter]: parameter for group in groups for parameter in group}
-
-    def act(signatures: Sequence[Signature | None]) -> GradientBuckets | None:
-        proposals = [msgspec.msgpack.decode(s.details, type=_Proposal) for s in signatures if s is not None]
-        if len(proposals) < len(signatures):
-            return None
-        controller.schedules.close_released(set.intersection(*(set(proposal.released) for proposal in proposals)))
-        described = [{gradient for bucket in proposal.buckets for gradient in bucket} for proposal in proposals]
-        if any(other != described[0] for other in described):
-            return None
-        buckets = [
-            Bucket.of([parameters[gradient.name] for gradient in bucket], number, DTYPES[bucket[0].dtype])
-            for number, bucket in enumerate(proposals[0].buckets)
-        ]
-        on_host = all(accelerator.is_host(bucket.flat.device) for bucket in buckets)
-        exchange: BucketExchange
-        if on_host:
-            sizes = [BucketSize(len(bucket.flat), bucket.flat.dtype) for bucket in buckets]
-            all_names = [f"allreduce.{gradient.name}" for bucket in proposals[0].buckets for gradient in bucket]
-            exchange = schedule = controller.schedules.open(sizes, all_names, GROUP_OPS[reduction.op])
-        else:
-            firsts = [f"bucket.{bucket[0].name}" for bucket in proposals[0].buckets]
-            exchange = NegotiatedBuckets(process_set, controller, firsts, reduction.op)
-        before, after = reduction.factor_before, reduction.factor_after
-        result = GradientBuckets(buckets, exchange, factor_before=before, factor_after=after)
-        if on_host:
-            weakref.finalize(result, controller.schedules.release, schedule.number)
-        return result
-
     signature = Signature(
-        kind=Kind.ADD_BUCKETS,
-        name=f"{Kind.ADD_BUCKETS}.{min(parameters)}",
-        details=msgspec.msgpack.encode(proposal),
+        kind=Kind.GRADIENTS,
+        name=f"{Kind.GRADIENTS}.{min(parameters)}",
+        details=msgspec.msgpack.encode(proposed),
     )
-    request = Request(signature, number=controller.next_number(signature.name), action=act)
-    controller.submit(request)
-    return request
+    request = Request(signature, action=partial(_agreed, controller))
+    controller.submit(request, will_wait=True)
+    controller.wait(request)
+    if request.error is not None:
+        raise request.error
+    if request.result is None:
+        return None
+    number, layout = request.result
+    buckets = [
+        Bucket.of([parameters[gradient.name] for gradient in bucket], i, DTYPES[bucket[0].dtype])
+        for i, bucket in enumerate(layout)
+    ]
+    exchange = NegotiatedBuckets(
+        process_set, controller, buckets, [bucket[0].name for bucket in layout], number, reduction.op
+    )
+    return GradientBuckets(
+        buckets, exchange, factor_before=reduction.factor_before, factor_after=reduction.factor_after
+    )
+
+
+def _agreed(controller: Controller, signatures: Sequence[Signature | None]) -> tuple[int, _Layout] | None:
+    """Return a number and the first member's layout, if all that have not joined have the same gradients."""
+    number = controller.next_number(Kind.GRADIENTS)  # in an order that is the same on all members
+    layouts = [msgspec.msgpack.decode(s.details, type=_Layout) for s in signatures if s is not None]
+    described = [{gradient for bucket in layout for gradient in bucket} for layout in layouts]
+    return (number, layouts[0]) if all(other == described[0] for other in described) else None
 
 
 def _described(parameter: Tensor, name: str, reduction: Reduction) -> _Gradient:

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_trainer.backends.buckets import Bucket, GradientBuckets
+from hvd_trainer.hvd.collective import controller_of
 from hvd_trainer.hvd.common import basics
-from hvd_trainer.hvd.common.controller import Controller
+from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.process_sets import ProcessSet, global_process_set
-from hvd_trainer.hvd.common.request import Op, Request
+from hvd_trainer.hvd.common.request import REDUCIBLE, Op
 from hvd_trainer.hvd.common.util import split_list
 from hvd_trainer.hvd.compression import Compression, Compressor
-from hvd_trainer.hvd.gradient_buckets import Reduction, propose
+from hvd_trainer.hvd.gradient_buckets import Reduction, agree
 from hvd_trainer.hvd.mpi_ops import allreduce_async_, sparse_allreduce_async, synchronize
 from hvd_trainer.utils.tensors import parameters_of
 
@@ -40,6 +41,8 @@ REDUCED_TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): it reduces the "
     "gradients a second time. Call it in a block `with optimizer.skip_synchronize():`."
 )
+BUILT_IN = (Compression.none, Compression.fp16, Compression.bf16)
+"""Compressors that change a tensor's type alone, so that they may compress a bucket at once."""
 NO_SKIPPING = (
     "skip_synchronize() cannot be used with Adasum, which reduces updates in step() instead of gradients."
 )
@@ -102,6 +105,7 @@ class _BackwardPasses:
     """of the parameters"""
     per_step: int
     """after how many passes a gradient is complete"""
+    _optimizer: Callable[[], Optimizer | None] = field(default=lambda: None, init=False)
     _counts: dict[Tensor, int] = field(default_factory=dict, init=False)
     _hooked: dict[Tensor, None] = field(default_factory=dict, init=False)
 
@@ -114,13 +118,21 @@ class _BackwardPasses:
         """Start to count for the next step."""
         self._counts.clear()
 
-    def watch(self, optimizer: Optimizer) -> None:
-        """Count the gradients of all parameters that require one."""
-        added = [
-            parameter
-            for parameter, _ in _numbered(optimizer)
-            if parameter.requires_grad and parameter not in self._hooked
-        ]
+    def of(self, optimizer: Optimizer) -> None:
+        """Count the gradients of an optimizer, which has this object."""
+        self._optimizer = weakref.ref(optimizer)
+        self.watch()
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The optimizer's parameters that require a gradient, or did."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return [p for p in parameters_of(optimizer) if p.requires_grad or p in self._hooked]
+
+    def watch(self) -> bool:
+        """Count the gradients of all parameters that require one; return whether there are further ones."""
+        added = [parameter for parameter in self.parameters if parameter not in self._hooked]
         # A parameter outlives the optimizer, and may get another: its hook must not keep this object alive.
         me = weakref.ref(self)
 
@@ -133,15 +145,14 @@ class _BackwardPasses:
             handle = parameter.register_post_accumulate_grad_hook(hook)
             weakref.finalize(self, handle.remove)
             self._hooked[parameter] = None
-        if any(parameter not in self.names for parameter in added):
-            # Added to the optimizer since it was wrapped.
-            numbered = dict(_numbered(optimizer))
-            self.names.update(
-                {parameter: numbered[parameter] for parameter in added if parameter not in self.names}
-            )
+        optimizer = self._optimizer()
+        if optimizer is not None and any(parameter not in self.names for parameter in added):
+            for parameter, name in _numbered(optimizer):  # added to the optimizer since it was wrapped
+                self.names.setdefault(parameter, name)
+        return bool(added)
 
     def _count(self, parameter: Tensor) -> None:
-        if basics.size() == 1:
+        if not basics.is_initialized() or basics.size() == 1:
             return
         count = self._counts.get(parameter, 0)
         if count >= self.per_step:
@@ -159,7 +170,7 @@ class _BackwardPasses:
 
 @dataclass(eq=False, kw_only=True)
 class _GradientReducer(_BackwardPasses):
-    """Reduces the gradients of one optimizer over ranks: in the first step one by one, then in buckets."""
+    """Reduces the gradients of one optimizer over ranks, in buckets as far as ranks agree on them."""
 
     compression: type[Compressor]
     """type on the wire"""
@@ -175,91 +186,84 @@ class _GradientReducer(_BackwardPasses):
     """the ranks that take part"""
     _started: dict[Tensor, Callable[[], None]] = field(default_factory=dict, init=False)
     """what waits for the reduction of a gradient by its name, and stores the result"""
-    _dense: list[Tensor] = field(default_factory=list, init=False)
-    """those of them that travel as dense tensors, in the order in which they were started"""
-    _buckets: list[GradientBuckets] = field(default_factory=list, init=False)
-    _place_of: dict[Tensor, tuple[GradientBuckets, Bucket]] = field(default_factory=dict, init=False)
-    _proposed: tuple[Controller, Request] | None = field(default=None, init=False)
+    _buckets: GradientBuckets | None = field(default=None, init=False)
+    _bucket_of: dict[Tensor, Bucket] = field(default_factory=dict, init=False)
     _is_in_step: bool = field(default=False, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def reset(self) -> None:  # noqa: D102
-        for buckets in self._buckets:
-            buckets.abandon()
+        if self._buckets is not None:
+            with suppress(HorovodInternalError):  # operations have ended: no rank waits for the rest of the step
+                self._buckets.abandon()
         self._clear()
 
     def _clear(self) -> None:
         super().reset()
-        self._started, self._dense, self._is_in_step = {}, [], False
+        self._started, self._is_in_step = {}, False
 
     def complete(self, parameter: Tensor) -> None:
-        """Start to reduce a gradient."""
+        """Start to reduce a gradient, unless ranks have yet to agree on buckets."""
         # On several devices gradients are finished by several threads.
         with self._lock:
             if not self._is_in_step:
                 self._begin_step()
-        place = self._place_of.get(parameter)
-        if place is None:
+        if self._buckets is None and self.compression in BUILT_IN:
+            return
+        bucket = self._bucket_of.get(parameter)
+        if bucket is None:
             self._start(parameter)
-        else:
-            buckets, bucket = place
-            buckets.add(bucket)
+        elif self._buckets is not None:
+            self._buckets.add(bucket)
 
     def _begin_step(self) -> None:
-        """Take the buckets that ranks have agreed on since the last step, and leave those that are over.
-
-        All ranks do so in the same step.
-        """
+        """Leave the buckets if they are over, or there are further parameters, on all ranks in the same step."""
         self._is_in_step = True
-        if self._proposed is not None:
-            controller, request = self._proposed
-            controller.wait(request)
-            self._proposed = None
-            if request.error is None and request.result is not None:
-                self._buckets.append(request.result)
-        self._buckets = [buckets for buckets in self._buckets if not buckets.exchange.is_over]
-        places = [(buckets, bucket) for buckets in self._buckets for bucket in buckets.buckets]
-        self._place_of = {parameter: place for place in places for parameter in place[1].parameters}
+        if self.watch() or (self._buckets is not None and self._buckets.exchange.is_over):
+            self._buckets, self._bucket_of = None, {}
 
-    def finish(self, optimizer: Optimizer) -> None:
+    def finish(self) -> None:
         """Reduce what is not being reduced yet, and store all results in the parameters' gradients.
 
         A gradient that is missing counts as zeros: on other ranks it may be there.
         """
         if basics.size() == 1:
             return
-        self.watch(optimizer)
         if not self._is_in_step:
             self._begin_step()
+        if self._buckets is None and self.compression in BUILT_IN:
+            self._agree_on_buckets()
         for parameter in self._hooked:
-            if parameter not in self._place_of and parameter not in self._started:
+            if parameter not in self._bucket_of and parameter not in self._started:
                 self._start(parameter)
-        for buckets in self._buckets:
-            buckets.launch_rest()
-        waits, dense = self._started.values(), self._dense
+        if self._buckets is not None:
+            self._buckets.launch_rest()
+        waits = self._started.values()
         self._clear()
         for wait in waits:
             wait()
-        for buckets in self._buckets:
-            buckets.wait(_store_all)
-        if dense and self.compression in (Compression.none, Compression.fp16, Compression.bf16):
-            self._propose(dense)
+        if self._buckets is not None:
+            self._buckets.wait(_store_all)
 
-    def _propose(self, parameters: Sequence[Tensor]) -> None:
-        assert self.process_set.process_set_id is not None
-        controller = basics.controller(self.process_set.process_set_id)
-        if len(controller.ranks) > 1:
-            size = len(controller.ranks) if self.op == Op.AVERAGE else 1
+    def _agree_on_buckets(self) -> None:
+        """Agree on buckets of all dense gradients, in the reverse order of the parameters."""
+        dense = [
+            parameter
+            for parameter in self.parameters
+            if parameter.dtype in REDUCIBLE
+            and (self.sparse_as_dense or parameter.grad is None or not parameter.grad.is_sparse)
+        ]
+        controller = controller_of(self.process_set)
+        if dense and len(controller.ranks) > 1:
             reduction = Reduction(
                 op=self.op,
                 factor_before=1.0 / self.predivide,
-                factor_after=self.predivide / size,
+                factor_after=self.predivide / (len(controller.ranks) if self.op == Op.AVERAGE else 1),
                 compression=self.compression,
             )
-            self._proposed = (
-                controller,
-                propose(self.process_set, controller, self._grouped(parameters), self.names, reduction),
-            )
+            groups = self._grouped(dense[::-1])
+            self._buckets = agree(self.process_set, controller, groups, self.names, reduction)
+        if self._buckets is not None:
+            self._bucket_of = {p: bucket for bucket in self._buckets.buckets for p in bucket.parameters}
 
     def _grouped(self, parameters: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         """Return the parameters that may share a bucket, in the given order."""
@@ -282,7 +286,6 @@ class _GradientReducer(_BackwardPasses):
             finish = sparse_allreduce_async(grad, name, self.op, self.process_set)
             self._started[parameter] = lambda: setattr(parameter, "grad", finish())
             return
-        self._dense.append(parameter)
         dense = grad.to_dense() if grad.is_sparse else grad
         wire, context = self.compression.compress(dense.contiguous())
         handle = allreduce_async_(
@@ -386,7 +389,7 @@ class _ReducingOptimizer(_DistributedOptimizer):
         self._is_member = reducer.process_set.included()
         self._synchronizes = True
         if self._is_member:
-            reducer.watch(self)
+            reducer.of(self)
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced, for example to clip them before `step`.
@@ -395,7 +398,7 @@ class _ReducingOptimizer(_DistributedOptimizer):
             HorovodInternalError: ranks have different gradients under one name, or a rank is gone.
         """
         if self._is_member:
-            self._reducer.finish(self)
+            self._reducer.finish()
         self._is_synchronized = True
 
     @contextmanager
@@ -429,7 +432,7 @@ class _ReducingOptimizer(_DistributedOptimizer):
         def compute() -> Any:
             loss = closure()
             if self._is_member:
-                self._reducer.finish(self)
+                self._reducer.finish()
             return loss
 
         return compute
@@ -441,7 +444,7 @@ class _AdasumOptimizer(_DistributedOptimizer):
     def __init__(self, optimizer: Optimizer, passes: _BackwardPasses, compression: type[Compressor]) -> None:
         super().__init__(optimizer, passes)
         self._compression = compression
-        passes.watch(self)
+        passes.of(self)
 
     def synchronize(self) -> None:
         """Do nothing: gradients stay on their rank."""
@@ -460,8 +463,8 @@ class _AdasumOptimizer(_DistributedOptimizer):
         Args:
             closure: computes the loss and the gradients.
         """
-        self._passes.watch(self)
-        parameters = [parameter for parameter, _ in _numbered(self) if parameter.requires_grad]
+        self._passes.watch()
+        parameters = [parameter for parameter in self._passes.parameters if parameter.requires_grad]
         starts = [parameter.detach().clone() for parameter in parameters]
         loss = self._update(closure)
         self._passes.reset()
@@ -517,8 +520,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 ) -> Any:
     """Return an optimizer of the same class and state, whose gradients are combined over ranks.
 
-    Gradients are sent while `backward` computes others, in the first step one by one and then in buckets; `step`
-    waits for all of them. To clip:
+    Gradients are sent in buckets while `backward` computes others, but for the first step, in which ranks agree on
+    the buckets; `step` waits for all of them. To clip:
 
         loss.backward()
         optimizer.synchronize()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import tempfile
 import threading
 import time
@@ -261,6 +263,36 @@ def mistakes_are_the_same_error_on_all_ranks_and_the_job_goes_on() -> None:
         with pytest.raises(hvd.HorovodInternalError, match=f"Mismatched {what}.*wrong: rank.* 0.*; rank.* 1"):
             call()
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@CHECKS.add
+def kinds_of_operations_under_one_name_are_told_apart() -> None:
+    """They were refused after a second in which each rank had asked for one of them only."""
+    operations = {
+        "allreduce": lambda: hvd.allreduce_async(torch.ones(500), op=hvd.Sum, name="both"),
+        "broadcast": lambda: hvd.broadcast_async(torch.full((500,), float(hvd.rank())), 0, name="both"),
+    }
+    handles = {}
+    for kind in sorted(operations, reverse=hvd.rank() % 2 == 1):
+        handles[kind] = operations[kind]()
+        time.sleep(1.6)
+    assert hvd.synchronize(handles["allreduce"])[0] == hvd.size()
+    assert hvd.synchronize(handles["broadcast"])[0] == 0
+
+
+@CHECKS.add
+def operations_that_wait_for_each_other_under_one_name_are_refused_at_any_time() -> None:
+    """Only once, about a second after the last operation, were they looked for."""
+    if hvd.size() == 1:
+        return
+    pending = [hvd.allreduce_async(torch.ones(3), name=f"of rank {hvd.rank()}")]
+    time.sleep(2.5)
+    with pytest.raises(hvd.HorovodInternalError, match="Mismatched operations"):
+        hvd.broadcast(torch.ones(3), 0, name="same") if hvd.rank() else hvd.allreduce(torch.ones(3), name="same")
+    others = [rank for rank in ranks() if rank != hvd.rank()]
+    pending += [hvd.allreduce_async(torch.ones(3), name=f"of rank {rank}") for rank in others]
+    for handle in pending:
+        hvd.synchronize(handle)
 
 
 @CHECKS.add
@@ -575,6 +607,19 @@ def timelines_are_json_while_the_job_runs_and_name_operations() -> None:
 # Functions that are launched by themselves.
 
 
+def time_line_on_a_full_disk(path: str) -> tuple[int, float]:
+    """Record operations in a file that cannot grow; return what the last one gave."""
+    hvd.init()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    hvd.start_timeline(path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+    for _ in range(100):
+        total = hvd.allreduce(torch.ones(3), op=hvd.Sum, name="a")[0].item()
+    rank = hvd.rank()
+    hvd.shutdown()
+    return rank, total
+
+
 def start_and_stop_again() -> tuple[int, list[float]]:
     """Start and stop three times, with process sets, and an operation that nobody waits for."""
     totals = []
@@ -640,6 +685,14 @@ def test_log_level_is_horovods(level: str, texts: tuple[bool, bool], tmp_path: P
     )
     result = launch(QUICKEST, 2, [str(script)], env={"HOROVOD_LOG_LEVEL": level, "HOROVOD_LOG_HIDE_TIME": "1"})
     assert ("[INFO] rank 1 of 2" in result.stderr, "allreduce.x: done" in result.stderr) == texts
+
+
+def test_timeline_ends_where_the_disk_is_full_and_the_training_continues(tmp_path: Path) -> None:
+    """The error ended the training, and the other rank was blamed."""
+    path = tmp_path / "timeline.json"
+    assert run_ranks(time_line_on_a_full_disk, num_processes=2, args=[str(path)]) == [2.0, 2.0]
+    events = json.loads(path.read_text())
+    assert 5 < len(events) < 100
 
 
 def test_results_do_not_depend_on_fusion() -> None:

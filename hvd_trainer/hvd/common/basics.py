@@ -135,7 +135,7 @@ class Runtime(Engine):
         return [exchange for controller in list(self._controllers.values()) for exchange in controller.exchanges()]
 
     def abort_exchanges(self) -> None:
-        for controller in self._controllers.values():
+        for controller in [*self._controllers.values()]:  # other threads add and remove process sets meanwhile
             controller.abort("Another rank has failed or ended.")
 
     @property
@@ -152,7 +152,7 @@ class Runtime(Engine):
     @property
     def has_broken(self) -> bool:
         """Whether an exchange has failed, as one with a lost rank does."""
-        controllers = self._controllers.values()
+        controllers = [*self._controllers.values()]
         return any(controller.ended is not None and not controller.shut_down_by for controller in controllers)
 
     @property
@@ -421,14 +421,18 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the number of this node, from 0."""
-    return runtime().world.node_rank
+    """Return this process's number among the ranks of its local rank on all nodes, from 0."""
+    return _ranks_across().index(rank())
 
 
 def cross_size() -> int:
     """Return how many nodes have a rank with this one's local rank."""
-    sizes, local = runtime().local_sizes, local_rank()
-    return sum(size > local for size in sizes)
+    return len(_ranks_across())
+
+
+def _ranks_across() -> list[int]:
+    """Return the ranks that have this one's local rank, on all nodes."""
+    return [number for number, peer in enumerate(runtime().session.peers) if peer.local_rank == local_rank()]
 
 
 def is_homogeneous() -> bool:

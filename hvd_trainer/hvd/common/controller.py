@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +25,6 @@ import torch.distributed as dist
 from hvd_trainer.backends.session import Session
 from hvd_trainer.faults.exchanges import Exchange
 from hvd_trainer.hvd.common import wire
-from hvd_trainer.hvd.common.bucket_schedule import BucketSchedules
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.executor import Executor
 from hvd_trainer.hvd.common.matching import Matcher, Response
@@ -38,7 +37,9 @@ from hvd_trainer.utils.threads import start_thread
 logger = logging.getLogger(__name__)
 
 DUPLICATE_NAME = (
-    "An operation with the name {name} is under way on this rank already. Wait for it first, or use another name."
+    "An operation with the name {name} is under way on this rank already. Wait for it first, or use another name. "
+    "Of two models that have optimizers at once, name the parameters differently: "
+    "hvd.DistributedOptimizer(optimizer, model.named_parameters(prefix='generator'))."
 )
 SHUT_DOWN = (
     "Horovod has been shut down: {who} called hvd.shutdown() or came to its end, while this rank asked for an "
@@ -46,12 +47,17 @@ SHUT_DOWN = (
 )
 LINGER_S = 0.1
 """How long the thread looks for requests again and again after the last one, so that submitting wakes nobody."""
+PATIENCE_S = 0.02
+"""How long, after that, it leaves requests to those who said that they would wait soon."""
+DOZE_S = 5.0
+"""How long after the last request only another one wakes it."""
 MAX_IDLE_CYCLES = 5
 """While ranks wait for each other's requests, rounds are up to so many cycle times apart."""
 MAX_POLLS = 20
 """After so many cycles in which another thread drives, the thread sleeps until it is woken."""
 MAX_IDLE_ROUNDS = 200
-"""After so many rounds without a response (about a second), different operations under one name are a mistake."""
+"""After so many rounds without a response (about a second), different operations under one name are a mistake, if
+all members wait for theirs: one that does not may yet ask for the others'."""
 
 
 class Controller:
@@ -66,14 +72,15 @@ class Controller:
         ended: why no operation succeeds any more; None as long as they do.
         shut_down_by: the ranks that had come to a shutdown when that has ended operations.
         timeline: records operations; None: nothing does.
+        num_joins: how often all members have joined.
     """
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], settings: Settings, session: Session) -> None:
         self.ranks, self.rank, self.settings, self.session = ranks, session.world.rank, settings, session
-        self.schedules = BucketSchedules(self, store)
         self.ended: str | None = None
         self.shut_down_by: list[int] = []
         self.timeline: Timeline | None = None
+        self.num_joins = 0
         me = ranks.index(self.rank)
         self._matcher = Matcher(ranks)
         self._state = threading.Condition()
@@ -81,18 +88,20 @@ class Controller:
         """submitted, and not yet told the others"""
         self._open: dict[tuple[str, int], Request] = {}
         """submitted, and not done"""
+        self._started: set[Request] = set()
+        """of which a thread waits for the work"""
         self._numbers: dict[str, int] = {}
-        self._num_joins = 0
         self._is_driving = False
         self._num_waiting = 0
         self._idle_rounds = 0
         self._num_rounds = 0
         self._num_done = 0
-        self._waits: dict[str, float] = {}
-        """since when this rank waits for what has no request of its own; 0: for as long as it takes"""
+        self._waits: set[str] = set()
+        """what this rank waits for without a request, for as long as it takes"""
         self._flags = 0
         self._last_joined = -1
         self._work = threading.Event()
+        self._is_asleep = True
         self._thread: threading.Thread | None = None
         # Last: `_check_wait` is called while the members connect.
         self._transport = Transport(store, me, len(ranks), session, self._check_wait)
@@ -100,11 +109,12 @@ class Controller:
 
     # Called by the user's threads.
 
-    def submit(self, request: Request, *, will_wait: bool = False) -> None:
+    def submit(self, request: Request, *, will_wait: bool = False, waits_soon: bool = False) -> None:
         """Ask for an operation.
 
         Args:
             will_wait: the caller calls `wait` at once, so that the thread need not care for it.
+            waits_soon: the caller calls `wait` soon, so that the thread need not hurry.
 
         Raises:
             ValueError: an operation of this name is under way.
@@ -117,7 +127,8 @@ class Controller:
                 raise ValueError(DUPLICATE_NAME.format(name=request.signature.name))
             self._open[request.key] = request
             self._queue.append(request)
-        if not will_wait:
+        request.waits_soon = waits_soon
+        if not will_wait and (not waits_soon or self._is_asleep):
             self._wake_thread()
 
     def next_number(self, kind: str) -> int:
@@ -127,35 +138,53 @@ class Controller:
         """
         with self._state:
             count = self._numbers[kind] = self._numbers.get(kind, 0) % MAX_NUMBER + 1
-            return (self._num_joins % 256 << NUMBER_BITS) + count
+            return (self.num_joins % 256 << NUMBER_BITS) + count
 
     def wait(self, request: Request) -> None:
         """Return when a request is done, with or without an error."""
         if not request.is_done:
+            request.is_awaited = True
             with self.session.activity.waiting():
                 self._drive_until(lambda: request.is_done)
+        if request.work is not None:
+            self._finish_work(request)
+
+    def _finish_work(self, request: Request) -> None:
+        work, request.work = request.work, None
+        self._started.add(request)
+        try:
+            with self.session.activity.waiting():
+                self._transport.wait(work)
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise
+            request.error = HorovodInternalError(self.ended)
+            request.error.__cause__ = error
+        finally:
+            self._started.discard(request)
+        if self.timeline is not None:
+            self.timeline.add_operations([request])
 
     @contextmanager
-    def waiting_for(self, titles: Collection[str], *, may_last: bool = False) -> Iterator[None]:
-        """Mark the block as waiting for other ranks, in what has these names and no request.
-
-        Args:
-            may_last: whether the others may do without this rank for as long as they want.
-        """
-        waits = dict.fromkeys(titles, 0.0 if may_last else time.monotonic())
-        self._waits |= waits
+    def waiting_for(self, title: str) -> Iterator[None]:
+        """Mark the block as waiting for other ranks, in what has no request, for as long as they want."""
+        self._waits = {*self._waits, title}
         try:
             with self.session.activity.waiting():
                 yield
         finally:
-            self._waits = {title: since for title, since in self._waits.items() if title not in waits}
+            self._waits = self._waits - {title}
 
     def exchanges(self) -> list[Exchange]:
         """Return the operations under way, and the last one that was done, for reports of who waits for whom."""
         group = f"hvd:{','.join(map(str, self.ranks))}"
         joined = [self.ranks[member] for member in list(self._matcher.joined)]
         ranks = tuple(rank for rank in self.ranks if rank not in joined)
-        under_way = self._waits | {request.title: request.submitted_at for request in list(self._open.values())}
+        open_requests = [*list(self._open.values()), *list(self._started)]
+        under_way = dict.fromkeys(self._waits, 0.0) | {
+            request.title: request.submitted_at for request in open_requests
+        }
         last = Exchange(group, self._num_done, "", True)
         return [
             last,
@@ -176,44 +205,32 @@ class Controller:
             if self.ended is not None:
                 raise HorovodInternalError(self.ended)
             self._flags |= wire.JOINED
-        self.schedules.leave(wire.JOINED)
-        with self.waiting_for(["join"], may_last=True):
+        with self.waiting_for("join"):
             self._drive_until(lambda: not self._flags & wire.JOINED)
         if self.ended is not None:
             raise HorovodInternalError(self.ended)
-        self.schedules.come_back()
         return self._last_joined
 
     def shutdown(self) -> None:
         """Return when all members have come to a shutdown, or operations have ended; then free everything."""
         with self._state:
             self._flags |= wire.SHUTDOWN
-        self.schedules.leave(wire.SHUTDOWN)
-        self.drive_to_end()
+        with self.waiting_for("shutdown"):
+            self._drive_until(lambda: self.ended is not None)
         self._stop_thread()
-        self.schedules.close()
         self._transport.close()
 
     def abort(self, reason: str) -> None:
         """End all operations, also those under way, without the other members."""
         self._end(reason)
-        self._break_connections()
+        self._transport.abort()
         self._stop_thread()
 
     def fail(self, error: BaseException) -> None:
         """End all operations because an exchange has failed."""
         if self.ended is None:
             self._end(f"An exchange with the other ranks failed: {error}", error)
-            self._break_connections()  # the others must not wait for this rank
-
-    def _break_connections(self) -> None:
-        self._transport.abort()
-        self.schedules.abort()
-
-    def drive_to_end(self) -> None:
-        """Return when operations have ended: all members have come to a round in which one shuts down."""
-        with self.waiting_for(["shutdown"], may_last=True):
-            self._drive_until(lambda: self.ended is not None)
+            self._transport.abort()  # the others must not wait for this rank
 
     def _stop_thread(self) -> None:
         self._work.set()
@@ -247,10 +264,14 @@ class Controller:
         idle_since = time.monotonic()
         polls = 0
         while self.ended is None:
-            self._work.wait()
-            time.sleep(self.settings.cycle_s)
+            if self._work.wait(None if self._is_asleep else PATIENCE_S):
+                if self._is_asleep:
+                    self._is_asleep, idle_since = False, time.monotonic()
+                time.sleep(self.settings.cycle_s)
             if self._open:
-                idle_since = time.monotonic()
+                with self._state:
+                    if not all(request.waits_soon for request in self._open.values()):
+                        idle_since = time.monotonic()
                 polls = polls + 1 if self._is_driving else 0
                 with self._state:
                     if polls > MAX_POLLS:
@@ -261,9 +282,12 @@ class Controller:
                         continue
                     self._is_driving = True
                 self._drive_once()
-            elif time.monotonic() - idle_since > LINGER_S:
+            idle_s = time.monotonic() - idle_since
+            if idle_s > LINGER_S:
                 self._work.clear()
-                if self._open:
+            if idle_s > DOZE_S:
+                self._is_asleep = True
+                if self._open:  # by one who took the thread for awake
                     self._work.set()
 
     # Called by the one thread that drives.
@@ -290,7 +314,10 @@ class Controller:
     def _round(self) -> None:
         with self._state:
             requests = self._queue[: wire.MAX_REQUESTS]
-            message = wire.write(requests, self._flags)
+            conflicts = self._matcher.conflicts() if self._idle_rounds >= MAX_IDLE_ROUNDS else []
+            own = [self._open.get(entry.key) for entries in conflicts for entry in entries]
+            is_blocked = bool(conflicts) and all(request.is_awaited for request in own if request is not None)
+            message = wire.write(requests, self._flags | (wire.BLOCKED if is_blocked else 0))
             del self._queue[: len(requests)]
         self._num_rounds += 1
         if self.timeline is not None:
@@ -299,12 +326,13 @@ class Controller:
         flags = [wire.read(member, message, self._matcher) for member, message in enumerate(messages)]
         if any(flags):
             self._note_joined([member for member, bits in enumerate(flags) if bits & wire.JOINED])
-        if self._idle_rounds == MAX_IDLE_ROUNDS:
-            self._matcher.refuse_conflicts()
+        if all(bits & wire.BLOCKED for bits in flags):
+            for entries in conflicts:
+                self._matcher.refuse(entries)
         responses = self._matcher.take_responses()
         to_exchange: list[Response] = []
         done: list[Request] = []
-        began = time.monotonic()
+        began_at = time.monotonic()
         for response in responses:
             request = response.request = self._open.get(response.key)
             if response.error is not None:
@@ -318,6 +346,7 @@ class Controller:
             else:
                 to_exchange.append(response)
             if request is not None:
+                request.began_at = began_at
                 done.append(request)
         if to_exchange:
             self._executor.run(to_exchange)
@@ -325,7 +354,7 @@ class Controller:
             names = (f"{response.signature.name}: {response.error or 'done'}" for response in responses)
             logger.debug("round %d: %s", self._num_rounds, ", ".join(names))
         if self.timeline is not None:
-            self.timeline.add_operations(done, began)
+            self.timeline.add_operations([request for request in done if request.work is None])
         for request in done:
             self._finish(request)
         self._num_done += len(responses)
@@ -344,7 +373,7 @@ class Controller:
             self._matcher.joined.clear()
             with self._state:
                 self._flags &= ~wire.JOINED
-                self._num_joins += 1
+                self.num_joins += 1
                 self._numbers.clear()
 
     def _end_round(self, flags: Sequence[int]) -> None:

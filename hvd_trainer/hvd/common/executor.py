@@ -60,31 +60,24 @@ class Executor:
         Raises:
             RuntimeError: a connection is broken.
         """
-        fused: dict[tuple[Any, ...], list[Response]] = {}
+        together: dict[tuple[Any, ...], list[Response]] = {}
         for response in responses:
-            signature = response.signature
-            if signature.kind == Kind.ALLREDUCE and signature.op != Op.ADASUM:
-                factors = signature.prescale, signature.postscale
-                key: tuple[Any, ...] = (Kind.ALLREDUCE, signature.device, signature.op, *factors)
-                fused.setdefault(key, []).append(response)
-            elif signature.kind == Kind.BROADCAST:
-                fused.setdefault((Kind.BROADCAST, signature.device, signature.root), []).append(response)
-            elif signature.kind in (Kind.ALLGATHER, Kind.ALLTOALL, Kind.REDUCESCATTER, Kind.ALLREDUCE):
-                fused.setdefault((id(response),), []).append(response)
-        for together in fused.values():
-            signature = together[0].signature
+            if response.signature.shapes:  # a rank that has joined is told of operations without tensors, too
+                together.setdefault(_fusion_key(response), []).append(response)
+        for fused in together.values():
+            signature = fused[0].signature
             run = {
-                Kind.ALLREDUCE: self._adasum if signature.op == Op.ADASUM else self._all_reduce,
+                Kind.ALLREDUCE: self._all_reduction(signature),
                 Kind.BROADCAST: self._broadcast,
                 Kind.ALLGATHER: self._all_gather,
                 Kind.ALLTOALL: self._all_to_all,
                 Kind.REDUCESCATTER: self._reduce_scatter,
             }[signature.kind]
-            device = self._device(together)
+            device = self._device(fused)
             if accelerator.is_host(device):
-                run(together, device)
+                run(fused, device)
             else:
-                self._on_stream(run, together, device)
+                self._on_stream(run, fused, device)
 
     def _device(self, responses: Sequence[Response]) -> torch.device:
         for response in responses:
@@ -132,6 +125,21 @@ class Executor:
             request.outputs = [result.view(signature.shapes[0])]
 
     # Allreduce.
+
+    def _all_reduction(self, signature: Signature) -> Callable[..., None]:
+        if signature.is_bucket:
+            return self._start_bucket
+        return self._adasum if signature.op == Op.ADASUM else self._all_reduce
+
+    def _start_bucket(self, responses: Sequence[Response], device: torch.device) -> None:
+        """Start to reduce a bucket. On CPUs the next one can begin meanwhile; on GPUs streams see to that."""
+        signature, request = responses[0].signature, responses[0].request
+        ((_, bucket),) = self._parts(responses[0], device)
+        work = self._transport.group(device).allreduce([bucket], _options(signature))
+        if not accelerator.is_host(device):
+            self._transport.wait(work, device)
+        elif request is not None:
+            request.work = work
 
     def _all_reduce(self, responses: Sequence[Response], device: torch.device) -> None:
         by_dtype: dict[torch.dtype, list[Part]] = {}
@@ -183,9 +191,7 @@ class Executor:
             return
         _scale(flat, signature.prescale)
         if len(self._ranks) > 1:
-            options = dist.AllreduceOptions()
-            options.reduceOp = GROUP_OPS[signature.op]
-            self._transport.wait(self._transport.group(device).allreduce([flat], options), device)
+            self._transport.wait(self._transport.group(device).allreduce([flat], _options(signature)), device)
         _scale(flat, _factor_after(signature, len(self._ranks)))
         if len(parts) > 1:
             _scatter_buffer(flat, [output.view(-1) for _, output in parts])
@@ -289,6 +295,22 @@ class Executor:
             result = _combine(received.view(size, -1).unbind(), response.signature, scaled=True)
             _scale(result, _factor_after(response.signature, size))
             request.outputs.append(result.view(rows[me], *tensor.shape[1:]))
+
+
+def _fusion_key(response: Response) -> tuple[Any, ...]:
+    """Return what operations that travel together have in common, the same on all members."""
+    signature, where = response.signature, (response.signature.device, *response.device_indices)
+    if signature.kind == Kind.ALLREDUCE and signature.op != Op.ADASUM and not signature.is_bucket:
+        return Kind.ALLREDUCE, where, signature.op, signature.prescale, signature.postscale
+    if signature.kind == Kind.BROADCAST:
+        return Kind.BROADCAST, where, signature.root
+    return response.key
+
+
+def _options(signature: Signature) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = GROUP_OPS[signature.op]
+    return options
 
 
 def _scatter_buffer(flat: Tensor, outputs: Sequence[Tensor]) -> None:

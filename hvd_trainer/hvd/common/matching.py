@@ -25,6 +25,8 @@ class Response:
     """of each member; None for one that has not asked yet, or has joined"""
     payloads: list[bytes]
     """the members' tensors, of those that came with the requests"""
+    device_indices: list[int]
+    """of the members' tensors; -1 on a CPU"""
     num_posted: int = 0
     error: str | None = None
     request: Request | None = None
@@ -33,7 +35,7 @@ class Response:
     @classmethod
     def empty(cls, key: tuple[str, int], size: int) -> Response:
         """Return one that none of `size` members has asked for yet."""
-        return cls(key, [None] * size, [b""] * size)
+        return cls(key, [None] * size, [b""] * size, [-1] * size)
 
     @property
     def signature(self) -> Signature:
@@ -63,17 +65,21 @@ class Matcher:
         self.pending: dict[tuple[str, int], Response] = {}
         self._responses: list[Response] = []
 
-    def add(self, member: int, signature: Signature, number: int, payload: bytes = b"") -> None:
+    def add(
+        self, member: int, signature: Signature, number: int, payload: bytes = b"", device_index: int = -1
+    ) -> None:
         """Note that a member asks for an operation.
 
         Args:
             payload: its tensor, if that came with the request.
+            device_index: of its tensors' device.
         """
         key = signature.name, number
         entry = self.pending.get(key)
         if entry is None:
             entry = self.pending[key] = Response.empty(key, len(self.ranks))
         entry.signatures[member], entry.payloads[member] = signature, payload
+        entry.device_indices[member] = device_index
         entry.num_posted += 1
         self._respond_if_complete(entry)
 
@@ -102,27 +108,21 @@ class Matcher:
         responses, self._responses = self._responses, []
         return responses
 
-    def refuse_conflicts(self) -> None:
-        """Respond with an error to different operations under one name, on which all members wait for each other.
-
-        Horovod tells kinds of operations apart by name, so that these would never be matched.
-        """
+    def conflicts(self) -> list[list[Response]]:
+        """Return different operations under one name, each member having asked for one of them."""
         by_name: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for key in self.pending:
             by_name.setdefault((key[0].partition(".")[2], key[1]), []).append(key)
-        for keys in by_name.values():
-            entries = [self.pending[key] for key in keys]
-            asked = [
-                [s for s in signatures if s is not None]
-                for signatures in zip(*(e.signatures for e in entries), strict=True)
-            ]
-            if len(keys) == 1 or any(len(signatures) != 1 for signatures in asked):
-                continue
-            error = self._mistake(keys[0], [signature for (signature,) in asked])
-            for entry in entries:
-                del self.pending[entry.key]
-                entry.error = error
-            self._responses += entries
+        same_name = [[self.pending[key] for key in keys] for keys in by_name.values() if len(keys) > 1]
+        return [entries for entries in same_name if all(len(asked) == 1 for asked in _asked_by_member(entries))]
+
+    def refuse(self, entries: Sequence[Response]) -> None:
+        """Respond with an error to different operations under one name."""
+        error = self._mistake(entries[0].key, [signature for (signature,) in _asked_by_member(entries)])
+        for entry in entries:
+            del self.pending[entry.key]
+            entry.error = error
+        self._responses += entries
 
     def missing(self, key: tuple[str, int]) -> list[int]:
         """Return the global ranks that have not asked for an operation yet."""
@@ -146,6 +146,12 @@ class Matcher:
             if len(set(values.values())) > 1:
                 return f"Mismatched {what} in {_title(key)}: {_who_asked(values)}."
         return None
+
+
+def _asked_by_member(entries: Sequence[Response]) -> list[list[Signature]]:
+    """Return which of some operations each member has asked for."""
+    by_member = zip(*(entry.signatures for entry in entries), strict=True)
+    return [[signature for signature in signatures if signature is not None] for signatures in by_member]
 
 
 def _title(key: tuple[str, int]) -> str:

@@ -7,9 +7,9 @@ sides, which takes ten times as long (350 us instead of 30 us for two ranks on o
 from __future__ import annotations
 
 import secrets
+import select
 import socket
 import struct
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -21,8 +21,8 @@ from hvd_trainer.utils import network
 from hvd_trainer.utils.members import CHECK_S, TOKEN_BYTES, accept_members, send_hello
 
 LENGTH = struct.Struct("<I")
-MAX_BUFFERED_BYTES = 1 << 15
-"""A message up to this size fits into a connection's buffers: sending it does not wait for the receiver."""
+Unsent = dict[socket.socket, memoryview]
+"""What is left of the message to each member."""
 
 
 class Mesh:
@@ -42,8 +42,6 @@ class Mesh:
         self, store: dist.Store, member: int, size: int, *, address: str, on_wait: Callable[[], None]
     ) -> None:
         self._member, self._size, self._on_wait = member, size, on_wait
-        self._sent = b""
-        self._sender: threading.Thread | None = None
         with network.listen(address, 0) as listener:
             token = secrets.token_hex(TOKEN_BYTES)
             store.set(f"mesh {member}", str(Endpoint(address, listener.getsockname()[1], token)))
@@ -57,51 +55,32 @@ class Mesh:
         self._connections = {other: connections[other] for other in ((member - d) % size for d in distances)}
         """in the order in which this member receives; it sends in the opposite one"""
 
-    def exchange(self, message: bytes) -> list[bytes]:
+    def exchange(self, message: bytes) -> list[bytes | bytearray]:
         """Return the messages of all members, of any size.
 
         Raises:
             ConnectionError: a member is gone.
         """
-        self.send(message)
-        return self.receive()
-
-    def send(self, message: bytes) -> None:
-        """Send a message to all members, without waiting for theirs."""
-        self._sent = message
-        data = LENGTH.pack(len(message)) + message
-        if len(data) > MAX_BUFFERED_BYTES:
-            # Two members that both wait until the other one reads would wait for ever.
-            self._sender = threading.Thread(target=self._send, args=(data,), daemon=True)
-            self._sender.start()
-        else:
-            self._send(data)
-
-    def receive(self) -> list[bytes]:
-        """Return the messages of all members after a `send`.
-
-        Raises:
-            ConnectionError: a member is gone.
-        """
-        messages = [self._sent] * self._size
+        data = memoryview(LENGTH.pack(len(message)) + message)
+        unsent = dict.fromkeys(reversed(self._connections.values()), data)
+        for connection in [*unsent]:
+            _send_some(connection, unsent)
+        messages: list[bytes | bytearray] = [message] * self._size
         for other, connection in self._connections.items():
-            (size,) = LENGTH.unpack(self._read(connection, LENGTH.size))
-            messages[other] = self._read(connection, size)
-        if self._sender is not None:
-            self._sender.join()
-            self._sender = None
+            (size,) = LENGTH.unpack(self._read(connection, LENGTH.size, unsent))
+            messages[other] = self._read(connection, size, unsent)
+        while unsent:
+            self._send_until_readable(None, unsent)
         return messages
 
-    def _send(self, data: bytes) -> None:
-        for connection in reversed(self._connections.values()):
-            with suppress(OSError):  # shows when this member's message is read
-                connection.sendall(data)
-
-    def _read(self, connection: socket.socket, size: int) -> bytes:
-        data = b""
+    def _read(self, connection: socket.socket, size: int, unsent: Unsent) -> bytearray:
+        data = bytearray()
         while len(data) < size:
+            # Two members that both wait until the other one reads would wait for ever.
+            while unsent and not self._send_until_readable(connection, unsent):
+                pass
             try:
-                part = connection.recv(size - len(data), socket.MSG_WAITALL)
+                part = connection.recv(size - len(data), 0 if unsent else socket.MSG_WAITALL)
             except BlockingIOError:  # CHECK_S have passed
                 self._on_wait()
                 continue
@@ -109,6 +88,21 @@ class Mesh:
                 raise ConnectionError("another rank has closed its connection: it has ended, or was killed.")
             data += part
         return data
+
+    def _send_until_readable(self, reading: socket.socket | None, unsent: Unsent) -> bool:
+        """Send more where there is space, and return whether there is something to read on a connection."""
+        poll = select.poll()
+        for connection in unsent:
+            poll.register(connection, select.POLLOUT)
+        if reading is not None:
+            poll.register(reading, select.POLLIN | (select.POLLOUT if reading in unsent else 0))
+        ready = dict(poll.poll(CHECK_S * 1000))
+        if not ready:
+            self._on_wait()
+        for connection in [*unsent]:
+            if ready.get(connection.fileno(), 0) & ~select.POLLIN:
+                _send_some(connection, unsent)
+        return reading is not None and bool(ready.get(reading.fileno(), 0) & ~select.POLLOUT)
 
     def abort(self) -> None:
         """Break the connections, so that the threads that wait here and in other ranks get an error."""
@@ -120,6 +114,19 @@ class Mesh:
         """Close the connections. Nothing may be under way."""
         for connection in self._connections.values():
             connection.close()
+
+
+def _send_some(connection: socket.socket, unsent: Unsent) -> None:
+    """Send as much as fits into a connection's buffers."""
+    try:
+        unsent[connection] = unsent[connection][connection.send(unsent[connection], socket.MSG_DONTWAIT) :]
+    except BlockingIOError:
+        return
+    except OSError:  # shows when this member's message is read
+        del unsent[connection]
+        return
+    if not unsent[connection]:
+        del unsent[connection]
 
 
 def _connect(store: dist.Store, other: int, member: int) -> socket.socket:

@@ -26,11 +26,10 @@ class Kind:
 
     ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL = "allreduce", "allgather", "broadcast", "alltoall"
     REDUCESCATTER, BARRIER = "reducescatter", "barrier"
-    ADD_SET, REMOVE_SET, ADD_BUCKETS = "add_process_set", "remove_process_set", "add_buckets"
+    ADD_SET, REMOVE_SET = "add_process_set", "remove_process_set"
+    GRADIENTS = "gradients"
+    """agree on buckets of gradients"""
 
-
-MAX_INLINE_BYTES = 128
-"""Tensors up to this size travel with the request, instead of in an exchange of their own."""
 
 NUMBER_BITS = 24
 MAX_NUMBER = (1 << NUMBER_BITS) - 1
@@ -66,6 +65,10 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     """alltoall: rows for each member of the process set; process sets: their ranks"""
     is_group: bool = False
     """whether a list of tensors was given, even of one"""
+    is_bucket: bool = False
+    """whether nothing may travel with it: the order of a sum depends on the place in what is exchanged as one"""
+    inline_limit: int = 128
+    """up to how many bytes the tensor travels with the request, instead of in an exchange of its own"""
     details: bytes = b""
     """in which members may differ; for `Request.action`"""
 
@@ -82,7 +85,7 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
             return 0
         if self.kind not in (Kind.ALLREDUCE, Kind.BROADCAST, Kind.ALLGATHER):
             return 0
-        return self.num_bytes if self.num_bytes <= MAX_INLINE_BYTES else 0
+        return self.num_bytes if self.num_bytes <= self.inline_limit else 0
 
 
 class Request:
@@ -101,8 +104,10 @@ class Request:
         result: what an operation without tensors returns; alltoall: rows received from each member.
         error: why it has failed; None if it has not.
         is_done: whether outputs or error are there.
+        is_awaited, waits_soon: whether a thread waits for them, or will before long.
         ready, finished: events of an accelerator, after which the tensors and the outputs may be read.
-        submitted_at: by `time.monotonic`.
+        work: what is left of an operation on CPUs that has only been started; `Controller.wait` waits for it.
+        submitted_at, began_at: when it was asked for, and when all members had, by `time.monotonic`.
     """
 
     def __init__(
@@ -123,10 +128,16 @@ class Request:
         self.action = action
         self.result: Any = None
         self.error: BaseException | None = None
-        self.is_done = False
+        self.is_done = self.is_awaited = self.waits_soon = False
         self.ready: Any = None
         self.finished: Any = None
-        self.submitted_at = time.monotonic()
+        self.work: Any = None
+        self.submitted_at = self.began_at = time.monotonic()
+
+    @property
+    def device_index(self) -> int:
+        """Index of the tensors' device; -1 on a CPU, and without tensors."""
+        return self.tensors[0].get_device() if self.tensors else -1
 
     @property
     def key(self) -> tuple[str, int]:

@@ -11,14 +11,18 @@ the job runs, and after a crash.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hvd_trainer.hvd.common.request import Request
+
+logger = logging.getLogger(__name__)
 
 END = b"\n]\n"
 """of the file; the next event overwrites it"""
@@ -36,7 +40,8 @@ class Timeline:
     """
 
     def __init__(self, path: str, mark_cycles: bool) -> None:
-        self._file = Path(path).expanduser().open("wb", buffering=0)
+        self._path = Path(path).expanduser()
+        self._file = self._path.open("wb", buffering=0)
         self._size = 0  # without END
         self._lock = threading.Lock()
         self._rows: dict[str, int] = {}
@@ -51,10 +56,25 @@ class Timeline:
 
     def _write(self, **event: Any) -> None:
         with self._lock:
-            if not self._file.closed:
-                text = (b",\n" if self._size else b"[\n") + json.dumps(event).encode()
-                os.pwrite(self._file.fileno(), text + END, self._size)
-                self._size += len(text)
+            if self._file.closed:
+                return
+            text = (b",\n" if self._size else b"[\n") + json.dumps(event).encode() + END
+            try:
+                written = os.pwrite(self._file.fileno(), text, self._size)
+                if written < len(text):
+                    os.pwrite(self._file.fileno(), text[written:], self._size + written)
+            except OSError as error:
+                logger.warning("The timeline %s ends here, and the training continues: %s", self._path, error)
+                self._end()
+                return
+            self._size += len(text) - len(END)
+
+    def _end(self) -> None:
+        """Leave the file as it was before the last event, which is complete JSON."""
+        with suppress(OSError):
+            os.ftruncate(self._file.fileno(), self._size)
+            os.pwrite(self._file.fileno(), END, self._size)
+        self._file.close()
 
     def _row(self, name: str) -> int:
         if name not in self._rows:
@@ -72,26 +92,13 @@ class Timeline:
             at_us = round((time.monotonic() - self._start) * 1e6, 1)
             self._write(name="CYCLE_START", ph="i", s="p", pid=0, tid=0, ts=at_us)
 
-    def add_operations(self, requests: Sequence[Request], began: float) -> None:
-        """Record operations that have just been executed.
-
-        Args:
-            began: when all ranks had asked for them, by `time.monotonic`.
-        """
+    def add_operations(self, requests: Sequence[Request]) -> None:
+        """Record operations that have just been executed."""
         ended = time.monotonic()
         for request in requests:
             kind, row = request.signature.kind.upper(), request.signature.name
-            self._span(f"NEGOTIATE_{kind}", row, request.submitted_at, began)
-            self._span(kind, row, began, ended)
-
-    def add_buckets(self, names: Sequence[str], began: float) -> None:
-        """Record the buckets of a step, which have just been reduced, in a row of their own.
-
-        Args:
-            names: of what is in them.
-            began: when the first was sent, by `time.monotonic`.
-        """
-        self._span("ALLREDUCE", f"buckets of {names[0]} and {len(names) - 1} more", began, time.monotonic())
+            self._span(f"NEGOTIATE_{kind}", row, request.submitted_at, request.began_at)
+            self._span(kind, row, request.began_at, ended)
 
     def close(self) -> None:
         """Complete the file."""

@@ -112,7 +112,7 @@ def test_operations_behind_one_that_is_late_have_time_limits_too(engine: Engine)
         engine.start(number, timeout_s).get_future() for number, timeout_s in ((1, 0.3), (2, 0.1), (3, 1800))
     ]
     for number, timeout_s in ((2, "0.1"), (1, "0.3")):
-        with pytest.raises(RuntimeError, match=rf"sum {number}: Timed out after {timeout_s} s"):
+        with pytest.raises(RuntimeError, match=rf"sum {number} here: Timed out after {timeout_s} s"):
             futures[number - 1].wait()
     assert engine.begun == [1]
     engine.completed = 3
@@ -126,6 +126,6 @@ def test_operations_behind_one_that_fails_are_carried_out(engine: Engine) -> Non
     engine.completed = 3
     assert works[2].wait()
     assert works[0].is_success()
-    with pytest.raises(dist.DistBackendError, match="sum 2 failed: it is refused"):
+    with pytest.raises(dist.DistBackendError, match="sum 2 here failed: it is refused"):
         works[1].wait()
     assert engine.begun == [1, 3]

@@ -1,0 +1,58 @@
+"""Which operations of `hvd` are exchanged as one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_trainer.hvd.common import wire
+from hvd_trainer.hvd.common.executor import Executor
+from hvd_trainer.hvd.common.matching import Matcher
+from hvd_trainer.hvd.common.request import Kind, Op, Signature
+
+
+def exchanged(monkeypatch: pytest.MonkeyPatch, indices: list[tuple[int, int]], **fields: Any) -> list[list[str]]:
+    """Return the names in each exchange of two members, whose tensors lie on devices of these indices."""
+    matcher, names = Matcher([0, 1]), [str(number) for number in range(len(indices))]
+    for member in range(2):
+        requests: list[Any] = [
+            SimpleNamespace(
+                signature=Signature(
+                    kind=Kind.ALLREDUCE,
+                    name=name,
+                    dtypes=("float32",),
+                    shapes=((300,),),
+                    device="cuda",
+                    op=Op.SUM,
+                    **fields,
+                ),
+                number=0,
+                tensors=[],
+                device_index=index[member],
+            )
+            for name, index in zip(names, indices, strict=True)
+        ]
+        wire.read(member, wire.write(requests, 0), matcher)
+    together: list[list[str]] = []
+    executor = Executor(None, [0, 1], 128 << 20)  # type: ignore[arg-type]  nothing is sent
+    for name in ("_all_reduce", "_start_bucket"):
+        monkeypatch.setattr(
+            executor, name, lambda responses, device: together.append([one.key[0] for one in responses])
+        )
+    monkeypatch.setattr(executor, "_device", lambda responses: torch.device("cpu"))
+    executor.run(matcher.take_responses())
+    return together
+
+
+def test_operations_on_one_device_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of several devices were exchanged as one, on the first one's."""
+    found = exchanged(monkeypatch, [(0, 1), (1, 1), (0, 1)])
+    assert found == [["0", "2"], ["1"]]
+
+
+def test_buckets_travel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is ready at once is a matter of time, and a ring adds up a part by its place."""
+    assert exchanged(monkeypatch, [(0, 0)] * 2, is_bucket=True) == [["0"], ["1"]]
