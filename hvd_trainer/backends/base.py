@@ -31,7 +31,7 @@ from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.config.checks import flag, range_errors, refuse, switch
 from hvd_trainer.config.options import EngineOptions
-from hvd_trainer.faults.activity import EXCHANGE, Activity
+from hvd_trainer.faults.activity import COLLECTIVE, Activity
 from hvd_trainer.launch.world import World
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.tensors import parameters_of
@@ -332,7 +332,7 @@ class Backend(Engine, ABC):
             BackendError: a parameter got no gradient and `find_unused_parameters` is off.
         """
         activity = self.activity
-        activity.enter(EXCHANGE)
+        activity.enter(COLLECTIVE)
         self._finish_exchange(optimizer)
         if self._exchange_monitor is not None:
             self._exchange_monitor.mark()
@@ -366,14 +366,14 @@ class Backend(Engine, ABC):
         rank; then no exchange succeeds any more, and the one made here fails as well.
 
         Raises:
-            ExchangeAbortedError: the monitor has aborted this rank's exchanges.
+            CollectiveAbortedError: the monitor has aborted this rank's exchanges.
             Exception: as the engine's, if it has.
         """
         self.activity.check()
         if not accelerator.is_host(self.device):
             self.collectives.barrier()
 
-    def abort_exchanges(self) -> None:
+    def abort_collectives(self) -> None:
         """Abort the device's exchanges with a rank that is gone; called by another thread.
 
         On CPUs nothing is to be done: the broken connection ends the exchange.

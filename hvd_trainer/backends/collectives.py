@@ -24,7 +24,7 @@ from hvd_trainer.errors import BackendError, first_line
 from hvd_trainer.launch.world import World
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.files import UNREADABLE
-from hvd_trainer.utils.pieces import exchange
+from hvd_trainer.utils.pieces import move_in_pieces
 from hvd_trainer.utils.serialization import describe, empty, flatten, pack_tree, unflatten, unpack_tree
 from hvd_trainer.utils.tensors import pairwise_sum
 
@@ -105,7 +105,7 @@ class Collectives(ABC):
         """Send or receive the pieces that follow a rank's header; return its value, on that rank the given one."""
         move = functools.partial(self._broadcast, source=source)
         if self.world.rank == source and tensors:
-            exchange(tensors, move, receives=False)
+            move_in_pieces(tensors, move, receives=False)
             return value
         received: T = decode_object(header, move)
         return received
@@ -113,7 +113,7 @@ class Collectives(ABC):
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Fill contiguous tensors with those of rank 0, in pieces, whatever device they are on."""
         with self._waiting():
-            exchange(tensors, functools.partial(self._broadcast, source=0), receives=not self.world.is_first)
+            move_in_pieces(tensors, functools.partial(self._broadcast, source=0), receives=not self.world.is_first)
 
     def tree_sum(self, tensor: Tensor) -> Tensor:
         """Return the ranks' sum of a flat tensor, added in the same order on every engine: a binary tree.
@@ -217,7 +217,7 @@ def decode_object(header: Tensor, move: Callable[[Tensor], object]) -> Any:
         if "error" in content:
             raise _refused(content["error"])
         following = {name: empty(description) for name, description in content["follow"].items()}
-    exchange([*following.values()], move, receives=True)
+    move_in_pieces([*following.values()], move, receives=True)
     with _refuse_unreadable():
         return unflatten(content["value"], tensors | following)
 

@@ -22,7 +22,7 @@ from hvd_trainer.backends.ddp_layout import FinalLayout
 from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.unused_parameters import check_unused
 from hvd_trainer.errors import BackendError, OptionError
-from hvd_trainer.faults.activity import EXCHANGE
+from hvd_trainer.faults.activity import COLLECTIVE
 from hvd_trainer.utils import accelerator
 
 HOROVOD_ONLY = "only Horovod has it; leave it out or use --backend horovod"
@@ -150,7 +150,7 @@ class DDPBackend(Backend):
         self._ddp = ddp
         # DDP waits for the other ranks at the end of backward, which is when the first layer has its gradient.
         first = next(p for p in model.parameters() if p.requires_grad)
-        self._hook = first.register_post_accumulate_grad_hook(lambda _: self.activity.enter(EXCHANGE))
+        self._hook = first.register_post_accumulate_grad_hook(lambda _: self.activity.enter(COLLECTIVE))
         return ddp
 
     def _disconnect(self) -> None:

@@ -30,5 +30,5 @@ class Engine:
             wait: for the other ranks; not after an error.
         """
 
-    def abort_exchanges(self) -> None:
+    def abort_collectives(self) -> None:
         """Give up what is exchanged with a rank that is gone; called by another thread."""

@@ -154,8 +154,8 @@ class HorovodBackend(Backend):
             settings["HOROVOD_NCCL_ABORT"] = "1"
         return settings
 
-    def abort_exchanges(self) -> None:
-        super().abort_exchanges()
+    def abort_collectives(self) -> None:
+        super().abort_collectives()
         if self.uses_nccl:
             self._shut_down()
 

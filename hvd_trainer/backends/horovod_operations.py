@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from hvd_trainer.faults import exchanges
-from hvd_trainer.faults.exchanges import Exchange
+from hvd_trainer.faults import collectives
+from hvd_trainer.faults.collectives import CollectiveCall
 from hvd_trainer.utils.import_hooks import wrap
 
 KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
@@ -45,15 +45,15 @@ class Operations:
         self._num_begun += 1
         return handle
 
-    def exchanges(self) -> list[Exchange]:
+    def calls(self) -> list[CollectiveCall]:
         """Return the operations under way, and the number of all."""
         handles = self._module._handle_map
         under_way = [
-            Exchange("horovod", 0, title, False, ranks, True, since)
+            CollectiveCall("horovod", 0, title, False, ranks, True, since)
             for handle, (title, ranks, since) in list(self._titles.items())
             if handle in handles and not self._is_done(handle)
         ]
-        return [Exchange("horovod", self._num_begun, "", True), *under_way]
+        return [CollectiveCall("horovod", self._num_begun, "", True), *under_way]
 
     def _is_done(self, handle: int) -> bool:
         try:
@@ -65,4 +65,4 @@ class Operations:
 @functools.cache
 def tell_monitor(module: ModuleType) -> None:
     """Let the monitor know what Horovod is asked for from now on."""
-    exchanges.sources.append(Operations(module).exchanges)
+    collectives.sources.append(Operations(module).calls)

@@ -11,7 +11,7 @@ from hvd_trainer.backends.engine import Engine
 from hvd_trainer.backends.session import Session
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import LaunchError
-from hvd_trainer.faults.activity import EXCHANGE
+from hvd_trainer.faults.activity import COLLECTIVE
 from hvd_trainer.faults.script_watch import ScriptWatch, phase_raised_in
 
 
@@ -121,7 +121,7 @@ class ScriptEngine(Engine):
             if failure is not None:
                 phase = phase_raised_in(failure)
                 # The watch may have looked last when an exchange was under way that is over now.
-                if EXCHANGE in (phase, session.activity.phase):
+                if COLLECTIVE in (phase, session.activity.phase):
                     session.activity.phase = phase
             session.ending = "" if error is None else _describe(error)
             session.end(failure)

@@ -31,7 +31,7 @@ from hvd_trainer.backends.malloc import keep_freed_memory
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import LaunchError, PeerError, PreemptedError, UserError, first_line
 from hvd_trainer.faults import preemption, stack_dump
-from hvd_trainer.faults.activity import EXCHANGE, Activity
+from hvd_trainer.faults.activity import COLLECTIVE, Activity
 from hvd_trainer.faults.elastic import HorovodElasticDriver, RescaleError
 from hvd_trainer.faults.failure_report import reporter, wait_for_launcher
 from hvd_trainer.faults.monitor import Monitor, MonitorSettings
@@ -274,7 +274,7 @@ class Session:
             startup_s=self.options.startup_timeout_s,
             # A callback may take as long, and so may the exchange with the dead rank that follows it.
             elastic_timeout_s=None if self.driver is None else 2 * self.options.startup_timeout_s,
-            abort_exchanges=self._engine.abort_exchanges,
+            abort_collectives=self._engine.abort_collectives,
         )
         monitor = (
             MonitorServer(settings, self.store, self.address)
@@ -334,8 +334,8 @@ class Session:
 
     def _report(self, error: BaseException) -> None:
         """Tell the monitor why this rank fails, and wait until it has found the root cause."""
-        if phase_raised_in(error) == EXCHANGE:
-            self.activity.blame_exchange()
+        if phase_raised_in(error) == COLLECTIVE:
+            self.activity.blame_collective()
         if self.monitor is not None:
             self.root_cause = self.monitor.report_error(error)
         if self.driver is not None:
@@ -388,7 +388,7 @@ class Session:
                 self.end()
             return True
         self._end(error)
-        return self._failed_elsewhere and self.activity.in_exchange and not isinstance(error, UserError)
+        return self._failed_elsewhere and self.activity.in_collective and not isinstance(error, UserError)
 
     def join_next_world(self, engine: Engine) -> None:
         """Take this process's place in the next world, and start an engine among the ranks of that.

@@ -23,8 +23,8 @@ from hvd_trainer.backends.horovod_waiter import Waiter, completes_asynchronously
 from hvd_trainer.c10d.process_sets import ProcessSets
 from hvd_trainer.c10d.work import Completer, HorovodWork, NameQueue
 from hvd_trainer.errors import BackendError
-from hvd_trainer.faults import exchanges
-from hvd_trainer.faults.exchanges import Exchange
+from hvd_trainer.faults import collectives
+from hvd_trainer.faults.collectives import CollectiveCall
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo, exchange_rank_info, resolve_nodes
 from hvd_trainer.utils.network import LOOPBACK, TEST_NET_ADDRESS, interface_name, outward_address
@@ -86,11 +86,11 @@ class HorovodContext:
         self._kinds: dict[str, Counter[str]] = {}
         self._begun: Counter[str] = Counter()
         self._queues: dict[str, NameQueue] = {}
-        self._last: dict[str, Exchange] = {}
+        self._last: dict[str, CollectiveCall] = {}
         """of each group"""
         self._lock = threading.Lock()
         self._is_closed = False
-        exchanges.sources.append(self.exchanges)
+        collectives.sources.append(self.calls)
 
     def number(self, group: str, kind: str) -> tuple[str, int]:
         """Return the name of a group's next operation, and its number in the group, whose ranks all count alike.
@@ -104,11 +104,11 @@ class HorovodContext:
         self._begun[group] += 1
         return f"{group}.{kind}.{kinds[kind] % NAMES_PER_KIND}", self._begun[group]
 
-    def exchanges(self) -> list[Exchange]:
+    def calls(self) -> list[CollectiveCall]:
         """Return the operations under way, and the last one of each group."""
         # Without a lock: another thread that holds one may be stuck.
         works = [work for queue in list(self._queues.values()) for work in list(queue.works) if not work.is_done]
-        return [*(work.exchange(is_done=False) for work in works), *list(self._last.values())]
+        return [*(work.record(is_done=False) for work in works), *list(self._last.values())]
 
     def begin(self, name: str, **how: Any) -> HorovodWork:
         """Start an operation as soon as its name is free.
@@ -121,7 +121,7 @@ class HorovodContext:
             if queue is None:
                 queue = self._queues[name] = NameQueue(name, self._forget)
             work = HorovodWork(queue, self.waiter, self.completer, **how)
-            self._last[work.group] = work.exchange(is_done=True)
+            self._last[work.group] = work.record(is_done=True)
         work.start()
         return work
 
@@ -135,7 +135,7 @@ class HorovodContext:
         if self._is_closed:
             return
         self._is_closed = True
-        exchanges.sources.remove(self.exchanges)
+        collectives.sources.remove(self.calls)
         # The last value is of an exception that ends this process.
         has_failed = sys.exc_info()[0] is not None or hasattr(sys, "last_value")
         if self.size > 1 and not has_failed:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hvd_trainer.backends.horovod_waiter import Waiter
 from hvd_trainer.errors import first_line
-from hvd_trainer.faults.exchanges import Exchange
+from hvd_trainer.faults.collectives import CollectiveCall
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.tensors import tensors_in
 from hvd_trainer.utils.threads import start_thread
@@ -139,10 +139,10 @@ class HorovodWork(dist._Work):
         if not self.advance() and self._handles is None:
             self._leave_to_completer()  # the other ranks may need it before anybody here waits for it
 
-    def exchange(self, *, is_done: bool) -> Exchange:
+    def record(self, *, is_done: bool) -> CollectiveCall:
         """Return what the monitor is told."""
         text = f"{self.call}, number {self.number} of group {self.group}"
-        return Exchange(f"horovod:{self.group}", self.number, text, is_done, self.ranks)
+        return CollectiveCall(f"horovod:{self.group}", self.number, text, is_done, self.ranks)
 
     def advance(self) -> bool:
         """Finish the operation if its results are there; return whether it is done."""

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 
 from hvd_trainer.faults.shared_status import SharedStatus
 
-BACKWARD, EXCHANGE, END = "backward", "reduce", "end"
+BACKWARD, COLLECTIVE, END = "backward", "collective", "end"
 MIN_DEVICE_LAG_S = 1.0
-"""The device is asked whether it is in an exchange only if the host has made no progress for so long: the driver's
-call may block while another thread waits for space in the device's queue."""
+"""The device is asked whether it is in a collective only if the host has made no progress for so long: the
+driver's call may block while another thread waits for space in the device's queue."""
 LONG_PHASES = ("start", "epoch", "save", "callback")
 """Phases that may take as long as the start: they make loaders and metrics, write files or run a user's code."""
 
 
-class ExchangeAbortedError(RuntimeError):
-    """This rank's exchanges were aborted because another rank failed: their results must not be used."""
+class CollectiveAbortedError(RuntimeError):
+    """This rank's collectives were aborted because another rank failed: their results must not be used."""
 
 
 class Activity:
@@ -33,11 +33,11 @@ class Activity:
         long_limit_s: how long each of `LONG_PHASES` may take, in seconds; None: no limit.
         step_limit_s: the same for any other phase.
         reports_only: whether the first rank that takes longer is reported, and the job continues.
-        warn_wait_s: how long a rank may keep others waiting in an exchange before that is reported, in seconds,
+        warn_wait_s: how long a rank may keep others waiting in a collective before that is reported, in seconds,
             whatever it does meanwhile; 0: no limit. Rank 0's counts; so does `end_wait_s`.
         end_wait_s: the same before the job ends.
-        is_exchanging: returns whether the device has an unfinished exchange that the host does not wait for.
-        listeners: called with each phase that begins; waiting for other ranks is `reduce`, in whatever phase.
+        is_exchanging: returns whether the device has an unfinished collective that the host does not wait for.
+        listeners: called with each phase that begins; waiting for other ranks is `collective`, in whatever phase.
     """
 
     def __init__(self, startup_s: float) -> None:
@@ -70,7 +70,7 @@ class Activity:
         """Begin another phase, or the next round of the same one.
 
         Raises:
-            ExchangeAbortedError: after `abort`.
+            CollectiveAbortedError: after `abort`.
         """
         if self._aborted:
             self.check()
@@ -94,17 +94,17 @@ class Activity:
         self._aborted = True
 
     def check(self) -> None:
-        """Raise if exchanges were aborted, so that results read from the device since the last phase are invalid.
+        """Raise if collectives were aborted: results read from the device since the last phase are invalid then.
 
         Raises:
-            ExchangeAbortedError: after `abort`.
+            CollectiveAbortedError: after `abort`.
         """
         if self._aborted:
             self._raised_while_waiting = True
-            raise ExchangeAbortedError("another rank has failed, and the exchange with it was given up")
+            raise CollectiveAbortedError("another rank has failed, and the collective with it was given up")
 
-    def blame_exchange(self) -> None:
-        """Note that the exception by which this rank ends was raised in an exchange, whatever the phase."""
+    def blame_collective(self) -> None:
+        """Note that the exception by which this rank ends was raised in a collective, whatever the phase."""
         self._raised_while_waiting = True
 
     def _notify(self, phase: str) -> None:
@@ -116,11 +116,11 @@ class Activity:
         """Mark the block as waiting for other ranks.
 
         Raises:
-            ExchangeAbortedError: after `abort`.
+            CollectiveAbortedError: after `abort`.
         """
         self._waits += 1
         self.since = time.monotonic()
-        self._notify(EXCHANGE)
+        self._notify(COLLECTIVE)
         try:
             yield
             self.check()
@@ -130,7 +130,7 @@ class Activity:
         finally:
             self._waits -= 1
             self.since = time.monotonic()
-            self._notify(EXCHANGE if self._waits else self.phase)
+            self._notify(COLLECTIVE if self._waits else self.phase)
 
     @contextmanager
     def working(self, phase: str) -> Iterator[None]:
@@ -145,19 +145,19 @@ class Activity:
         finally:
             self._waits = waits
             self.since = time.monotonic()
-            self._notify(EXCHANGE if waits else phase)
+            self._notify(COLLECTIVE if waits else phase)
 
     @property
     def is_waiting(self) -> bool:
         """Whether this rank can make progress only if the others do."""
-        if self._waits > 0 or self.phase in (EXCHANGE, END):
+        if self._waits > 0 or self.phase in (COLLECTIVE, END):
             return True
         return time.monotonic() - self.since > MIN_DEVICE_LAG_S and self.is_exchanging()
 
     @property
-    def in_exchange(self) -> bool:
+    def in_collective(self) -> bool:
         """Whether an exception that was raised now may be the consequence of another rank's failure."""
-        return self._raised_while_waiting or self.phase in (EXCHANGE, BACKWARD)
+        return self._raised_while_waiting or self.phase in (COLLECTIVE, BACKWARD)
 
     @property
     def limit_s(self) -> float | None:

@@ -4,7 +4,7 @@ horovodrun asks a script for the hosts once per second, and excludes a host for 
 starts and ends processes; the rest is done by the ranks:
 
     hosts came or went      horovodrun notifies rank 0; all ranks agree on a step, keep their state and disconnect
-    a rank failed           the exchange with it breaks; each of the others disconnects on its own
+    a rank failed           the collective with it breaks; each of the others disconnects on its own
     then, each process      requests its place in the next world; horovodrun answers when all have asked
 
 With the Horovod that `install-horovod` builds, no message of horovodrun is unpickled.

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvd_trainer.faults.activity import EXCHANGE
 from hvd_trainer.faults.root_cause import Facts, Heartbeat, call_text
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ def describe_position(heartbeat: Heartbeat) -> str:
         case "trained":
             return f"after step {heartbeat.step:,}, outside of fit"
         case phase:
-            return f"step {heartbeat.step + 1:,}, {'exchange' if phase == EXCHANGE else phase}"
+            return f"step {heartbeat.step + 1:,}, {phase}"
 
 
 def describe_rank(rank: int, heartbeat: Heartbeat, facts: Facts, line: str) -> str:

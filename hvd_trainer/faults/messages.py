@@ -12,7 +12,7 @@ from contextlib import suppress
 import msgspec
 from msgspec import Struct
 
-from hvd_trainer.faults.exchanges import Exchange
+from hvd_trainer.faults.collectives import CollectiveCall
 from hvd_trainer.faults.root_cause import Event, Heartbeat, RootCause
 from hvd_trainer.utils.network import close_in_children
 
@@ -38,24 +38,24 @@ class RankEnded(_Message):
     is_users: bool = False
     """whether it is a user's mistake, which all ranks find alike"""
     heartbeat: Heartbeat | None = None
-    exchanges: list[Exchange] = []
+    calls: list[CollectiveCall] = []
     """the rank's last ones, if the error may be that another one did not take part"""
     line: str = ""
     """of the user's own code where it was raised"""
 
 
 class StacksRequest(_Message):
-    """Asks for the stacks and exchanges of the receiver, and for the stacks of silent ranks on its machine."""
+    """Asks for the stacks and collectives of the receiver, and for the stacks of silent ranks on its machine."""
 
     silent: tuple[int, ...]
 
 
 class Stacks(_Message):
-    """The Python stacks of a rank, and its last exchanges unless it is silent."""
+    """The Python stacks of a rank, and its last collectives unless it is silent."""
 
     rank: int
     text: str
-    exchanges: list[Exchange] = []
+    calls: list[CollectiveCall] = []
     line: str = ""
     """of the user's own code that the main thread executes"""
 
@@ -73,7 +73,7 @@ class Done(_Message):
     rank: int
     where: str = ""
     """how and where it has ended, if that was not after its last line"""
-    exchanges: list[Exchange] = []
+    calls: list[CollectiveCall] = []
     """the last ones of that rank, which begins no more"""
 
 

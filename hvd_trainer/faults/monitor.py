@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from hvd_trainer.errors import UserError, first_line
-from hvd_trainer.faults import exchanges, failure_report, stack_dump
+from hvd_trainer.faults import collectives, failure_report, stack_dump
 from hvd_trainer.faults.activity import END, Activity
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, reporter
 from hvd_trainer.faults.local_ranks import LocalRanks
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 SETTLE_S = 0.3
-"""How much later than its consequences a cause may arrive: exchanges with a rank that died break before its
+"""How much later than its consequences a cause may arrive: collectives with a rank that died break before its
 monitor's channel does."""
 MAX_TURN_GAP_S = 5.0
 """A longer gap between two turns of the monitor thread means that the process was suspended (Ctrl-Z)."""
@@ -62,8 +62,8 @@ class MonitorSettings:
     """how long connecting may take"""
     elastic_timeout_s: float | None = None
     """in elastic mode, how long the other ranks may take to notice that one has failed; None: they end with it"""
-    abort_exchanges: Callable[[], None] = lambda: None
-    """makes the device give up exchanges with a rank that is gone, in elastic mode; may block"""
+    abort_collectives: Callable[[], None] = lambda: None
+    """makes the device give up collectives with a rank that is gone, in elastic mode; may block"""
 
 
 class Monitor(ABC):
@@ -157,15 +157,15 @@ class Monitor(ABC):
             text = first_line(error)
         elif reporter.prints_tracebacks:
             text, detail = "raised an exception", "".join(traceback.format_exception(error))
-        event = Event(how, self.world.rank, _encodable(text), _encodable(detail), self.activity.in_exchange)
+        event = Event(how, self.world.rank, _encodable(text), _encodable(detail), self.activity.in_collective)
         frames = [*traceback.walk_tb(error.__traceback__)]
         own = stack_dump.users_part([frame for frame, _ in frames])
         return RankEnded(
             event=event,
             is_users=isinstance(error, UserError),
             heartbeat=self.own_heartbeat(),
-            exchanges=exchanges.recent()
-            if event.in_exchange and isinstance(error, RuntimeError | TimeoutError)
+            calls=collectives.recent()
+            if event.in_collective and isinstance(error, RuntimeError | TimeoutError)
             else [],
             line=stack_dump.users_line(own, frames[len(own) - 1][1]) if own else "",
         )
@@ -201,12 +201,12 @@ class Monitor(ABC):
         """Disconnect and return True, unless other ranks still need the channels."""
 
     def answers(self, ranks: Sequence[int]) -> list[Stacks]:
-        """Return the stacks of this rank, with its exchanges, and of local ones that are silent."""
+        """Return the stacks of this rank, with its collectives, and of local ones that are silent."""
         resumes = not self.activity.reports_only
         answers = [Stacks(rank=rank, text=self.local_ranks.stacks_of(rank, resumes=resumes)) for rank in ranks]
         for answer in answers:
             if answer.rank == self.world.rank:
-                answer.exchanges = exchanges.recent()
+                answer.calls = collectives.recent()
                 answer.line = stack_dump.users_line(stack_dump.main_thread())
         return answers
 
@@ -276,23 +276,23 @@ class Monitor(ABC):
                 self._closing = True
                 continue
             if isinstance(message, Done):
-                message.exchanges = exchanges.recent()
+                message.calls = collectives.recent()
                 self.send_heartbeat()  # the last one, with the step in which it has ended
             self.handle(self.world.rank, message)
 
     def _check_wait(self, now: float) -> None:
-        """Report it if this rank waits in an exchange for a rank that has come to its end without beginning it.
+        """Report it if this rank waits in a collective for a rank that has come to its end without beginning it.
 
-        As long as it computes, evaluates or saves alone, or exchanges with other ranks, it is let.
+        As long as it computes, evaluates or saves alone, or takes part in collectives, it is let.
         """
         activity = self.activity
         if not self.done or self.cause is not None or activity.phase == END or now - activity.since < MIN_WAIT_S:
             return
-        for exchange in exchanges.unfinished():
+        for call in collectives.unfinished():
             for rank, done in self.done.items():
-                if not exchange.is_named and missing_in(exchange, {rank: done.exchanges}):
+                if not call.is_named and missing_in(call, {rank: done.calls}):
                     stack = stack_dump.main_thread_section(stack_dump.own_stacks())
-                    event = Event("waits", self.world.rank, f"waits in {exchange.text}", stack, True, rank)
+                    event = Event("waits", self.world.rank, f"waits in {call.text}", stack, True, rank)
                     self.handle(self.world.rank, RankEnded(event=event, heartbeat=self.own_heartbeat()))
                     return
 
@@ -310,7 +310,7 @@ class Monitor(ABC):
 
     def own_heartbeat(self) -> Heartbeat:
         """Return this rank's heartbeat."""
-        activity, oldest = self.activity, exchanges.oldest()
+        activity, oldest = self.activity, collectives.oldest()
         return Heartbeat(
             step=activity.step,
             phase=activity.phase,
@@ -333,7 +333,7 @@ class Monitor(ABC):
         if elastic_timeout_s is not None and cause.rank != self.world.rank:
             exit_in_s = elastic_timeout_s
             self._hang_up_at = time.monotonic() + EXIT_GRACE_S
-            start_thread(self.settings.abort_exchanges, "abort")
+            start_thread(self.settings.abort_collectives, "abort")
         if cause.reported:
             reporter.has_reported = True
         if cause.rank == self.world.rank:
@@ -349,13 +349,13 @@ class Monitor(ABC):
         self._exit_timer.start()
 
     def _hang_up_if_due(self, now: float) -> None:
-        """Break the exchange with a failed rank that this rank waits in: if that host is gone, TCP does not.
+        """Break the collective with a failed rank that this rank waits in: if that host is gone, TCP does not.
 
         In other phases a connection to that host may be the user's own, and stays.
         """
         if self._hang_up_at is None or now < self._hang_up_at or self.cause is None:
             return
-        if not (self.activity.is_waiting or self.activity.in_exchange):
+        if not (self.activity.is_waiting or self.activity.in_collective):
             return
         self._hang_up_at = None
         address = self.peers[self.cause.rank].address

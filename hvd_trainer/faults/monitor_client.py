@@ -106,7 +106,7 @@ class MonitorClient(Monitor):
             self.exit_even_if_blocked()
         # Read before rank 0 is made to run on in order to give its stacks. If it is on another machine, take the
         # step in which this rank waits for it.
-        heartbeat = self.local_ranks.last_status(0) or Heartbeat(self.activity.step, "reduce")
+        heartbeat = self.local_ranks.last_status(0) or Heartbeat(self.activity.step, "collective")
         neighbours = self.local_ranks.silent_neighbours(silent)
         folder = failure_report.report_folder(self.log_folder, self._token)
         own, *others = self.answers([self.world.rank, *neighbours])
@@ -120,7 +120,7 @@ class MonitorClient(Monitor):
             detail=detail or stack_dump.main_thread_section(stacks.get(0, "")),
             others=[
                 describe_rank(
-                    self.world.rank, self.own_heartbeat(), {self.world.rank: own.exchanges}, self._line or own.line
+                    self.world.rank, self.own_heartbeat(), {self.world.rank: own.calls}, self._line or own.line
                 )
             ],
             folder=str(folder) if silent else "",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.faults import failure_report, stack_dump
-from hvd_trainer.faults.exchanges import Exchange
+from hvd_trainer.faults.collectives import CollectiveCall
 from hvd_trainer.faults.failure_report import STALL, Failure, describe_rank, reporter
 from hvd_trainer.faults.messages import (
     Alive,
@@ -61,10 +61,10 @@ RANK_0_DELAY_S = 0.3
 
 @dataclass(kw_only=True)
 class _Inquiry:
-    """What all ranks are asked for before the report of a stall, or of an exchange that has failed."""
+    """What all ranks are asked for before the report of a stall, or of a collective that has failed."""
 
     stall: Stall | None
-    """None: an exchange has failed"""
+    """None: a collective has failed"""
     heartbeats: Mapping[int, Heartbeat]
     """of all ranks, when it began"""
     statuses: Mapping[int, Heartbeat]
@@ -87,12 +87,12 @@ class MonitorServer(Monitor):
         self._events: list[Event] = []
         self._first_event = 0.0
         self._inquiry: _Inquiry | None = None
-        self._exchanges: dict[int, list[Exchange]] = {}
+        self._calls: dict[int, list[CollectiveCall]] = {}
         """the last ones of each rank that was asked, has failed in one, or is done"""
         self._lines: dict[int, str] = {}
         """of the user's own code where these ranks are"""
         self._overdue_s = 0.0
-        """age of the oldest exchange when it was last looked into"""
+        """age of the oldest collective when it was last looked into"""
         self._closing_since: float | None = None
         self._token = secrets.token_hex(TOKEN_BYTES)
         for rank, connection in self._accept_others(store, address).items():
@@ -123,17 +123,17 @@ class MonitorServer(Monitor):
         if isinstance(message, Alive | RankEnded) and message.heartbeat is not None:
             self._heartbeats[rank] = message.heartbeat
         match message:
-            case Done(where=where, exchanges=exchanges):
-                self.done[rank] = Done(rank=rank, where=where, exchanges=exchanges)
-                self._exchanges[rank] = exchanges
+            case Done(where=where, calls=calls):
+                self.done[rank] = Done(rank=rank, where=where, calls=calls)
+                self._calls[rank] = calls
                 self.broadcast(self.done[rank])
                 if len(self.done) == self.world.size:
                     self.broadcast(Bye())
                     self.everyone_is_done.set()
             case Stacks():
                 self._note(message)
-            case RankEnded(event=event, exchanges=exchanges, line=line):
-                self._exchanges[rank], self._lines[rank] = exchanges, line
+            case RankEnded(event=event, calls=calls, line=line):
+                self._calls[rank], self._lines[rank] = calls, line
                 is_interrupted = event.kind == "interrupted"
                 if self.cause is None and rank == 0 and (message.is_users or is_interrupted):
                     # All ranks have the same error, and rank 0's main thread prints it.
@@ -193,8 +193,8 @@ class MonitorServer(Monitor):
             self._end_all(RootCause(event.rank, "", reported=False), 2 * EXIT_GRACE_S)
         elif now - self._first_event < LEAVING_S.get(event.kind, SETTLE_S):
             return
-        elif self._exchanges.get(event.rank) or (event.kind == "lost" and event.detail):
-            # A rank has not come to an exchange, or ranks have called different ones.
+        elif self._calls.get(event.rank) or (event.kind == "lost" and event.detail):
+            # A rank has not come to a collective, or ranks have called different ones.
             self._inquiry = self._inquiry or self._inquire(None, now)
             if self._is_answered(self._inquiry, now):
                 self._report_event(event)
@@ -214,16 +214,16 @@ class MonitorServer(Monitor):
         self._end_all(RootCause(failure.rank, failure.text(), reported=reports), exit_in_s)
 
     def _failure(self, event: Event) -> Failure:
-        """Return what an event shows: of an exchange with a rank that has come to its end, that rank's failure."""
+        """Return what an event shows: if it waits for a rank that has come to its end, that rank's failure."""
         heartbeat = self._heartbeats.get(event.rank, Heartbeat()) if event.rank else self.own_heartbeat()
         if event.kind in ("lost", "orphaned"):
             heartbeat = self.local_ranks.last_status(event.rank) or heartbeat
         before = [*itertools.takewhile(lambda rank: rank != event.rank, self.done)]
-        calls = [call for call in self._exchanges.get(event.rank, []) if call.text]
+        calls = [call for call in self._calls.get(event.rank, []) if call.text]
         if calls:  # else it is unknown what the rank was in
-            before = [rank for rank in before if any(rank in missing_in(call, self._exchanges) for call in calls)]
+            before = [rank for rank in before if any(rank in missing_in(call, self._calls) for call in calls)]
         where = failure_report.describe_position(heartbeat)
-        if not (before and event.in_exchange and event.kind in ("raised", "waits")):
+        if not (before and event.in_collective and event.kind in ("raised", "waits")):
             return self._failure_to_come(event, where) or Failure(
                 rank=event.rank,
                 peers=self.peers,
@@ -237,19 +237,19 @@ class MonitorServer(Monitor):
             rank=ended,
             peers=self.peers,
             heartbeat=self._heartbeats.get(ended, Heartbeat()) if ended else self.own_heartbeat(),
-            what=f"came to its end{self.done[ended].where}, and rank {event.rank} was in an exchange with it: "
+            what=f"came to its end{self.done[ended].where}, and rank {event.rank} was in a collective with it: "
             "give all ranks equally many batches, or let all of them leave",
             detail=f"rank {event.rank}: {where}: {event.text}\n{event.detail}",
         )
 
     def _failure_to_come(self, event: Event, where: str) -> Failure | None:
-        """Return the failure of a rank that has not come to the exchange in which another one has failed."""
-        inquiry, own = self._inquiry, self._exchanges.get(event.rank, [])
+        """Return the failure of a rank that has not come to the collective in which another one has failed."""
+        inquiry, own = self._inquiry, self._calls.get(event.rank, [])
         if inquiry is None or event.kind != "raised":
             return None
-        last = {exchange.group: exchange for exchange in reversed(own)}  # PyTorch counts a failed one as done
-        for exchange in (*(exchange for exchange in own if not exchange.is_done), *last.values()):
-            missing = [rank for rank in missing_in(exchange, self._exchanges) if rank in inquiry.stacks]
+        last = {call.group: call for call in reversed(own)}  # PyTorch counts a failed one as done
+        for call in (*(call for call in own if not call.is_done), *last.values()):
+            missing = [rank for rank in missing_in(call, self._calls) if rank in inquiry.stacks]
             if missing:
                 rank = next((rank for rank in missing if not inquiry.heartbeats[rank].is_waiting), missing[0])
                 stack = stack_dump.main_thread_section(inquiry.stacks.get(rank, "")).rstrip()
@@ -257,7 +257,7 @@ class MonitorServer(Monitor):
                     rank=rank,
                     peers=self.peers,
                     heartbeat=inquiry.heartbeats[rank],
-                    what=f"has not come to {exchange.text}, in which rank {event.rank} has given up waiting",
+                    what=f"has not come to {call.text}, in which rank {event.rank} has given up waiting",
                     detail=f"{stack}\nrank {event.rank}: {where}: {event.text}\n{event.detail}",
                     others=self._others(rank, event.rank),
                 )
@@ -271,7 +271,7 @@ class MonitorServer(Monitor):
     # Ranks that stall.
 
     def _inquire(self, stall: Stall | None, now: float) -> _Inquiry:
-        """Ask all ranks for their stacks and exchanges, and one per machine for the stacks of silent ranks."""
+        """Ask all ranks for their stacks and collectives, and one per machine for the stacks of silent ranks."""
         silent = stall.ranks if stall is not None and stall.kind == "silent" else ()
         # Read before a stopped rank is made to run on in order to give its stacks.
         statuses = {rank: beat for rank in silent if (beat := self.local_ranks.last_status(rank)) is not None}
@@ -295,15 +295,15 @@ class MonitorServer(Monitor):
             return
         inquiry.stacks[rank] = answer.text
         if all(event.rank != rank for event in self._events):  # what such a rank has told is from where it failed
-            self._exchanges[rank], self._lines[rank] = answer.exchanges, answer.line
+            self._calls[rank], self._lines[rank] = answer.calls, answer.line
 
     def _is_answered(self, inquiry: _Inquiry, now: float) -> bool:
         return now > inquiry.until or inquiry.stacks.keys() >= {0, *self.channels}
 
     def _forget_answers(self) -> None:
-        """Let a further inquiry begin with what is known for good: the exchanges of ranks that are done."""
+        """Let a further inquiry begin with what is known for good: the collectives of ranks that are done."""
         self._inquiry = None
-        self._exchanges = {rank: done.exchanges for rank, done in self.done.items()}
+        self._calls = {rank: done.calls for rank, done in self.done.items()}
         self._lines.clear()
 
     def _others(self, *named: int) -> list[str]:
@@ -311,9 +311,9 @@ class MonitorServer(Monitor):
         inquiry = self._inquiry
         heartbeats = self._current_heartbeats(time.monotonic()) if inquiry is None else inquiry.heartbeats
         lines = [
-            describe_rank(rank, heartbeats[rank], self._exchanges, self._lines.get(rank, ""))
+            describe_rank(rank, heartbeats[rank], self._calls, self._lines.get(rank, ""))
             for rank in sorted(heartbeats)
-            if rank not in named and (inquiry is not None or rank in self._exchanges)
+            if rank not in named and (inquiry is not None or rank in self._calls)
         ]
         if len(lines) > MAX_OTHERS:
             lines[MAX_OTHERS:] = [f"and {len(lines) - MAX_OTHERS} more"]
@@ -321,12 +321,12 @@ class MonitorServer(Monitor):
 
     def _report_stall(self, inquiry: _Inquiry, stall: Stall) -> None:
         """Report a stall with the stacks of all ranks, and end the job, if a time limit was given."""
-        rank = culprit(stall, inquiry.heartbeats, self._exchanges)
+        rank = culprit(stall, inquiry.heartbeats, self._calls)
         if rank is None:  # they have all come meanwhile
             self._forget_answers()
             return
         activity, heartbeat = self.activity, inquiry.heartbeats[rank]
-        is_named = any(exchange.is_named for exchange in waits_of(rank, self._exchanges))
+        is_named = any(call.is_named for call in waits_of(rank, self._calls))
         waited_s = max(beat.oldest_s for beat in inquiry.heartbeats.values())
         goes_on = activity.reports_only
         if stall.kind == "overdue":
@@ -339,7 +339,7 @@ class MonitorServer(Monitor):
             + ("--timeout-s would end it" if goes_on else "if it may, raise --timeout-s")
             + ")",
             "crossed": "waits for the others and they for it: "
-            + ("under other names" if is_named else "they have not made the same exchanges")
+            + ("under other names" if is_named else "they have not made the same collectives")
             + ", or one takes "
             + (f"longer than {heartbeat.seconds:.0f} s" if goes_on else "longer than --timeout-s"),
             "overdue": f"has kept others waiting for {waited_s:.0f} s "

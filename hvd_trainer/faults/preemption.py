@@ -1,8 +1,8 @@
 """Preemption: SIGTERM or SIGUSR1 on any rank ends the job after the same step on all ranks, with a checkpoint.
 
-Python runs signal handlers in the main thread, between two bytecodes, and that thread may be blocked in an
-exchange with ranks that are gone. Therefore a thread of its own reads the byte that the interpreter writes at each
-signal (`signal.set_wakeup_fd`), and ends a process that makes no progress any more.
+Python runs signal handlers in the main thread, between two bytecodes, and that thread may be blocked in a
+collective with ranks that are gone. Therefore a thread of its own reads the byte that the interpreter writes at
+each signal (`signal.set_wakeup_fd`), and ends a process that makes no progress any more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which rank is to blame, from the events and heartbeats of all ranks: pure functions.
 
-When a rank fails, its exchanges break on the other ranks within milliseconds. So the first event to arrive is not
+When a rank fails, its collectives break on the others within milliseconds. So the first event to arrive is not
 always the cause, and a rank that waits for others is not the one that stalls.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hvd_trainer.faults.exchanges import Exchange
+from hvd_trainer.faults.collectives import CollectiveCall
 from hvd_trainer.utils.text import ranks_text
 
 
@@ -40,11 +40,11 @@ class Heartbeat:
     silent_s: float = 0.0
     """age of the message"""
     oldest_s: float = 0.0
-    """age of the oldest exchange of `hvd` that it waits for, with or without its main thread"""
+    """age of the oldest collective of `hvd` that it waits for, with or without its main thread"""
 
 
-Facts = Mapping[int, Sequence[Exchange]]
-"""The last exchanges of each rank that has told them."""
+Facts = Mapping[int, Sequence[CollectiveCall]]
+"""The last collectives of each rank that has told them."""
 
 Kind = Literal["orphaned", "raised", "waits", "lost", "left", "interrupted"]
 
@@ -59,8 +59,8 @@ class Event:
     """the error in one line"""
     detail: str = ""
     """the traceback, where it is not printed elsewhere"""
-    in_exchange: bool = False
-    """whether it was raised in an exchange, so that another rank may have caused it"""
+    in_collective: bool = False
+    """whether it was raised in a collective, so that another rank may have caused it"""
     peer: int | None = None
     """the rank that it waits for"""
 
@@ -72,7 +72,7 @@ def find_root_cause(events: Sequence[Event]) -> Event:
 
 def _priority(event: Event) -> int:
     if event.kind == "raised":
-        return 4 if event.in_exchange else 1
+        return 4 if event.in_collective else 1
     return {"orphaned": 0, "lost": 2, "interrupted": 3, "waits": 4, "left": 5}[event.kind]
 
 
@@ -113,16 +113,16 @@ def _furthest_behind(heartbeats: Mapping[int, Heartbeat]) -> tuple[int, ...]:
     return tuple(rank for rank, beat in heartbeats.items() if beat.step == first)
 
 
-def missing_in(exchange: Exchange, facts: Facts) -> tuple[int, ...]:
-    """Return the ranks of a group that have not begun one of its exchanges."""
-    members = [rank for rank in sorted(facts) if not exchange.ranks or rank in exchange.ranks]
-    return tuple(rank for rank in members if exchange.is_missing_in(list(facts[rank])))
+def missing_in(call: CollectiveCall, facts: Facts) -> tuple[int, ...]:
+    """Return the ranks of a group that have not begun one of its collectives."""
+    members = [rank for rank in sorted(facts) if not call.ranks or rank in call.ranks]
+    return tuple(rank for rank in members if call.is_missing_in(list(facts[rank])))
 
 
-def waits_of(rank: int, facts: Facts) -> dict[Exchange, tuple[int, ...]]:
+def waits_of(rank: int, facts: Facts) -> dict[CollectiveCall, tuple[int, ...]]:
     """Return what a rank has begun and others have not, and those ranks."""
-    under_way = [exchange for exchange in facts.get(rank, ()) if not exchange.is_done]
-    return {exchange: missing for exchange in under_way if (missing := missing_in(exchange, facts))}
+    under_way = [call for call in facts.get(rank, ()) if not call.is_done]
+    return {call: missing for call in under_way if (missing := missing_in(call, facts))}
 
 
 def culprit(stall: Stall, heartbeats: Mapping[int, Heartbeat], facts: Facts) -> int | None:
@@ -144,7 +144,7 @@ def culprit(stall: Stall, heartbeats: Mapping[int, Heartbeat], facts: Facts) -> 
 
 def call_text(rank: int, facts: Facts) -> str:
     """Return what a rank waits in and for whom, such as ` in allreduce.a for rank 1`; empty if that is unknown."""
-    for exchange, missing in waits_of(rank, facts).items():
-        return f" in {exchange.text} for {ranks_text(missing)}"
-    calls = sorted(facts.get(rank, ()), key=lambda exchange: exchange.is_done)
+    for call, missing in waits_of(rank, facts).items():
+        return f" in {call.text} for {ranks_text(missing)}"
+    calls = sorted(facts.get(rank, ()), key=lambda call: call.is_done)
     return next((f"{', last' if call.is_done else ''} in {call.text}" for call in calls if call.text), "")

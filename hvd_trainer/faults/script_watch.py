@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FrameType
 from typing import Any
 
-from hvd_trainer.faults import exchanges
-from hvd_trainer.faults.activity import BACKWARD, END, EXCHANGE, Activity
+from hvd_trainer.faults import collectives
+from hvd_trainer.faults.activity import BACKWARD, COLLECTIVE, END, Activity
 from hvd_trainer.faults.stack_dump import main_thread, module_of, users_part
 from hvd_trainer.utils.threads import start_thread
 
@@ -24,12 +24,12 @@ REPORT_AFTER_S = 600.0
 """How long a rank may make no progress before that is reported, where no time limit ends the job."""
 
 PHASES = {
-    "torch.distributed": EXCHANGE,
-    # It exchanges buffers, around the forward of the model in it.
-    "torch.nn.parallel.distributed": EXCHANGE,
-    "horovod": EXCHANGE,
-    "hvd_trainer.c10d": EXCHANGE,
-    "hvd_trainer.hvd": EXCHANGE,
+    "torch.distributed": COLLECTIVE,
+    # It broadcasts buffers, around the forward of the model in it.
+    "torch.nn.parallel.distributed": COLLECTIVE,
+    "horovod": COLLECTIVE,
+    "hvd_trainer.c10d": COLLECTIVE,
+    "hvd_trainer.hvd": COLLECTIVE,
     # DDP waits for the other ranks at the end of it, in C++.
     "torch.autograd": BACKWARD,
     "torch.utils.data": "data",
@@ -45,7 +45,7 @@ POLLING = ("hvd_trainer.hvd", "hvd_trainer.c10d")
 def phase_raised_in(error: BaseException) -> str:
     """Return the phase in which an exception was raised, by its traceback.
 
-    One that was raised in an exchange may be the consequence of another rank's failure.
+    One that was raised in a collective may be the consequence of another rank's failure.
     """
     return phase_of([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
 
@@ -53,13 +53,13 @@ def phase_raised_in(error: BaseException) -> str:
 def phase_of(frames: Sequence[FrameType]) -> str:
     """Return the phase of a stack, the outermost frame first.
 
-    In an exchange no code of the user's runs inside of the engine's. Else the innermost frame counts that tells.
+    In a collective no code of the user's runs inside of the engine's. Else the innermost frame counts that tells.
     """
     phases = [_told(frame) for frame in frames]
     inside = [phase for phase in phases[len(users_part(frames)) :] if phase]
-    if inside and inside[-1] == EXCHANGE:
-        return EXCHANGE
-    return next((phase for phase in reversed(phases) if phase not in (None, EXCHANGE)), None) or USERS_CODE
+    if inside and inside[-1] == COLLECTIVE:
+        return COLLECTIVE
+    return next((phase for phase in reversed(phases) if phase not in (None, COLLECTIVE)), None) or USERS_CODE
 
 
 def _told(frame: FrameType) -> str | None:
@@ -75,7 +75,7 @@ class ScriptWatch:
     """Tells the activity of a script's rank of each sign of progress, and of the main thread's phase.
 
     Args:
-        timeout_s: how long a rank may make no progress before the job ends, in seconds: no step, no exchange, no
+        timeout_s: how long a rank may make no progress before the job ends, in seconds: no step, no collective, no
             output, and always at one place of the script. None: a report is all that follows.
     """
 
@@ -91,7 +91,7 @@ class ScriptWatch:
         limit_s = self._timeout_s or REPORT_AFTER_S
         activity.long_limit_s = activity.step_limit_s = limit_s
         activity.reports_only = self._timeout_s is None
-        activity.is_exchanging = lambda: activity.phase == BACKWARD and bool(exchanges.unfinished())
+        activity.is_exchanging = lambda: activity.phase == BACKWARD and bool(collectives.unfinished())
         self._activity = activity
         if self._thread is None:
             for stream in (sys.stdout, sys.stderr):
@@ -121,7 +121,7 @@ class ScriptWatch:
             phase = phase_of(stack)
             seen = itertools.takewhile(lambda frame: not _is_in(frame, POLLING), stack)
             place = [(frame.f_code, frame.f_lasti) for frame in seen]
-            progress = place, self._activity.step, self._num_written, exchanges.progress()
+            progress = place, self._activity.step, self._num_written, collectives.progress()
             if progress != last and self._activity.phase != END:
                 last = progress
                 self._activity.enter(phase)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PHASES = (
-    *("start", "data", "forward", "backward", "reduce", "step", "save", "evaluate", "epoch", "callback"),
+    *("start", "data", "forward", "backward", "collective", "step", "save", "evaluate", "epoch", "callback"),
     *("trained", "end"),
 )
 _LAYOUT = struct.Struct("qB")

@@ -26,7 +26,7 @@ from hvd_trainer.hvd.common.request import Kind
 from hvd_trainer.hvd.mpi_ops import broadcast_, broadcast_async_, synchronize
 from hvd_trainer.hvd.optimizer import step_on_zeros
 from hvd_trainer.utils.optimizer_state import load_in_place
-from hvd_trainer.utils.pieces import exchange
+from hvd_trainer.utils.pieces import move_in_pieces
 from hvd_trainer.utils.tensors import parameters_of
 
 MIN_BUFFER_BYTES = 2**16
@@ -85,7 +85,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Mo
     if not is_root:
         state = tree_map_only(Tensor, lambda leaf: torch.empty_like(leaf, device="cpu"), shapes)
     tensors = [leaf.detach().contiguous() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-    exchange(tensors, lambda piece: broadcast_(piece, root_rank, "optimizer_state.p"), receives=not is_root)
+    move_in_pieces(tensors, lambda piece: broadcast_(piece, root_rank, "optimizer_state.p"), receives=not is_root)
     if not is_root:
         load_in_place(optimizer, state)
     if not state["state"]:
@@ -118,7 +118,7 @@ def broadcast_object(
     else:
         sizes, pickled = cloudpickle.loads(received.numpy())
         buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-    exchange(buffers, lambda piece: broadcast_(piece, root_rank, name, process_set), receives=not is_root)
+    move_in_pieces(buffers, lambda piece: broadcast_(piece, root_rank, name, process_set), receives=not is_root)
     return obj if is_root else cloudpickle.loads(pickled, buffers=[buffer.numpy() for buffer in buffers])
 
 

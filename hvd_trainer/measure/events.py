@@ -166,7 +166,7 @@ class ScriptEvents:
 
     def _observe_synchronize(self, kind: Any) -> None:
         """See how long an optimizer of Horovod's API waits for the exchange of gradients."""
-        kind.synchronize = self._in_phase("reduce", kind.synchronize)
+        kind.synchronize = self._in_phase("collective", kind.synchronize)
 
     def _observing(self, iterate: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
         @functools.wraps(iterate)
@@ -200,7 +200,7 @@ class ScriptEvents:
 
     def _enter(self, phase: str) -> None:
         self._phases.append(phase)
-        self._sees_exchange |= phase == "reduce"
+        self._sees_exchange |= phase == "collective"
         for listener in self._listeners:
             listener.on_phase(phase)
 

@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from hvd_trainer.measure.steps import FOLDER
-from hvd_trainer.observe.phases import PARTS, REDUCE, exchange_s
+from hvd_trainer.observe.phases import COLLECTIVE, PARTS, exchange_s
 
 STEP_PARTS = ("data", "forward", "backward", "exchange", "straggler", "step", "other")
 """The parts of a step's time, over all ranks."""
@@ -178,9 +178,9 @@ def times(seconds: Any) -> dict[str, Any]:
     """
     means = seconds.mean(axis=(0, 1))
     exchange = float(exchange_s(seconds).mean())
-    parts = {name: float(mean) for name, mean in zip(PARTS, means, strict=True) if name != "reduce"}
-    parts |= {"exchange": exchange, "straggler": float(means[REDUCE]) - exchange}
-    computing = seconds.sum(axis=2).mean(axis=1) - seconds[:, :, REDUCE].mean(axis=1)
+    parts = {name: float(mean) for name, mean in zip(PARTS, means, strict=True) if name != "collective"}
+    parts |= {"exchange": exchange, "straggler": float(means[COLLECTIVE]) - exchange}
+    computing = seconds.sum(axis=2).mean(axis=1) - seconds[:, :, COLLECTIVE].mean(axis=1)
     return {
         "step_s": float(means.sum()),
         "parts": {name: parts[name] for name in STEP_PARTS},

@@ -18,9 +18,9 @@ import torch
 
 from hvd_trainer.utils import accelerator
 
-PARTS = ("data", "forward", "backward", "reduce", "step", "other")
+PARTS = ("data", "forward", "backward", "collective", "step", "other")
 """Parts of a step; `other` is the rest, such as a save or the beginning of an epoch."""
-OTHER, REDUCE = PARTS.index("other"), PARTS.index("reduce")
+OTHER, COLLECTIVE = PARTS.index("other"), PARTS.index("collective")
 
 
 class Clock:
@@ -93,4 +93,4 @@ def exchange_s(seconds: Any) -> Any:
     """Return each step's exchange itself, shape (steps,), from the seconds of phases, shape (ranks, steps, parts):
     the shortest `reduce`, that of the rank which came last.
     """
-    return seconds[:, :, REDUCE].min(axis=0)
+    return seconds[:, :, COLLECTIVE].min(axis=0)

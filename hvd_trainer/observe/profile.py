@@ -27,7 +27,7 @@ from hvd_trainer.backends import Backend, StepResult
 from hvd_trainer.errors import first_line
 from hvd_trainer.observe.callback import Observer, RunView
 from hvd_trainer.observe.joined_trace import JOINED, compare_clocks, events_of_rank, join, write_trace
-from hvd_trainer.observe.phases import PARTS, REDUCE, Clock, Phases, exchange_s
+from hvd_trainer.observe.phases import COLLECTIVE, PARTS, Clock, Phases, exchange_s
 from hvd_trainer.observe.run_log import RunLog
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.process import set_variables
@@ -200,8 +200,8 @@ def waiting_table(numbers: Sequence[int], seconds: Any) -> list[str]:
         seconds: of their parts, shape (ranks, steps, parts).
     """
     ranks = len(seconds)
-    waited = seconds[:, :, REDUCE] - exchange_s(seconds)
-    lasts = np.bincount(seconds[:, :, REDUCE].argmin(axis=0), minlength=ranks)
+    waited = seconds[:, :, COLLECTIVE] - exchange_s(seconds)
+    lasts = np.bincount(seconds[:, :, COLLECTIVE].argmin(axis=0), minlength=ranks)
     table = 1000 * np.column_stack([seconds.mean(axis=1), seconds.sum(axis=2).mean(axis=1), waited.mean(axis=1)])
     shown = sorted(np.argsort(-lasts, kind="stable")[:ROWS])
     cells = [["rank", *PARTS, "whole", "waited", "last in"]]

@@ -122,7 +122,7 @@ class TrainStep(StepParts):
             whole = sum(samples)
             return [Share(number / whole) for number in samples]
         self._weights = tuple(weight_of(self.weight, batch, self.backend.device) for batch in batches)
-        self.backend.activity.enter("reduce")
+        self.backend.activity.enter("collective")
         weights = torch.stack(self._weights)
         factors = fractions(weights, self.mean_weight(weights))
         return [Share(factor, weight) for factor, weight in zip(factors, self._weights, strict=True)]

@@ -15,7 +15,7 @@ from hvd_trainer.utils.tensors import as_bytes
 PIECE_BYTES = 2**25
 
 
-def exchange(tensors: Sequence[Tensor], move: Callable[[Tensor], object], *, receives: bool) -> None:
+def move_in_pieces(tensors: Sequence[Tensor], move: Callable[[Tensor], object], *, receives: bool) -> None:
     """Send the contents of tensors, or fill tensors of the same types and shapes, in the same order.
 
     Args:

@@ -289,7 +289,7 @@ def test_monitor_gives_up_on_a_rank_that_does_not_connect() -> None:
         MonitorServer(settings, dist.HashStore(), "127.0.0.1")
 
 
-@pytest.mark.parametrize("phase", ["reduce", "backward", "callback"])
+@pytest.mark.parametrize("phase", ["collective", "backward", "callback"])
 def test_monitor_shuts_down_connections_only_during_exchange(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In other phases a connection to the lost host may be the user's own, such as a callback's upload."""
     monkeypatch.setattr(monitor, "EXIT_GRACE_S", 0.5)

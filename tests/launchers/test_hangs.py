@@ -1,4 +1,4 @@
-"""A job that hangs or whose exchange fails ends with a report: who is at fault, where, and who waits in what.
+"""A job that hangs or whose collective fails ends with a report: who is at fault, where, and who waits in what.
 
 The scripts lie in a folder that is called like the engines' own: a clone of Horovod is.
 """
@@ -136,7 +136,7 @@ def test_ranks_that_wait_under_different_names(ranks: int, engine: str, tmp_path
     printed = run(ranks, engine, script, who=0)
     assert "waits for the others and they for it: under other names" in printed
     others = f"rank{'s' if ranks > 2 else ''} {', '.join(map(str, range(1, ranks)))}"
-    waits = {0: f"exchange, waits for . s in allreduce.a for {others}", 1: "in allreduce.b for rank 0"}
+    waits = {0: f"collective, waits for . s in allreduce.a for {others}", 1: "in allreduce.b for rank 0"}
     check_waits(printed, waits)
 
 
@@ -162,8 +162,8 @@ def test_rank_that_is_stuck_with_an_operation_pending(ranks: int, engine: str, w
     ("ranks", "engine", "who", "text", "waits"),
     [
         # The other ranks wait for their buffers, in a file that was taken for a model's forward.
-        case(2, "ddp", 0, BUFFERS, {1: "exchange, waits for . s in broadcast of .* for rank 0"}),
-        case(3, "horovod", 1, BUFFERS, {2: "exchange, waits for . s in broadcast .* for rank 1"}),
+        case(2, "ddp", 0, BUFFERS, {1: "collective, waits for . s in broadcast of .* for rank 0"}),
+        case(3, "horovod", 1, BUFFERS, {2: "collective, waits for . s in broadcast .* for rank 1"}),
         case(3, "ddp", 2, BUFFERS, {0: "in broadcast of .* for rank 2"}, when="long"),
         # Whatever stands above them in the stack does not wait.
         case(3, "ddp", 1, DECORATED, {0: r"in all_reduce of float\[3\], number 2 of group 0 for rank 1"}),

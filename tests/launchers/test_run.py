@@ -598,7 +598,7 @@ def test_rank_that_ends_while_others_wait_for_it_is_named(api: str, engine: str,
     first = 1 if how == "exit" else 0
     where = r" in \S+/script\.py, line \d+ \(.*sys\.exit\(0\)\)" if how == "exit" else ""
     named = (
-        rf"failure: rank {first} of 2 on .*, end: came to its end{where}, and rank {1 - first} was in an exchange"
+        rf"failure: rank {first} of 2 on .*, end: came to its end{where}, and rank {1 - first} was in a collective"
     )
     assert re.search(named, result.stderr), result.stderr
     assert re.search(rf"(?s)rank {1 - first}: step .*script\.py\", line \d+", result.stderr), "where it waits"

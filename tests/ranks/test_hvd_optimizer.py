@@ -518,7 +518,7 @@ class EndsOperations(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         if EndsOperations.ends:
-            basics.runtime().abort_exchanges()
+            basics.runtime().abort_collectives()
         return grad
 
 

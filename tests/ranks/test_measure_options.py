@@ -100,9 +100,9 @@ def test_steps_of_every_rank_are_recorded(tmp_path: Path, backend: str) -> None:
         assert its["lr"].tolist() == [line["lr"] for line in lines]
         assert not its["skipped"].any()
         parts = dict(zip(its["parts"].tolist(), its["seconds"].T, strict=True))
-        assert set(parts) == {"data", "forward", "backward", "reduce", "step", "other"}
+        assert set(parts) == {"data", "forward", "backward", "collective", "step", "other"}
         assert (its["seconds"] >= 0).all()
-        for name in ("forward", "backward", "reduce", "step"):
+        for name in ("forward", "backward", "collective", "step"):
             assert (parts[name] > 0).all(), name
         assert 0 < its["first_step_at"] < time.time()
     means = (ranks[0]["loss"] + ranks[1]["loss"]) / 2
@@ -126,7 +126,7 @@ def test_a_slow_phase_is_recorded(tmp_path: Path) -> None:
     column = fetched["parts"].tolist().index
     assert np.median(fetched["seconds"][:, column("data")]) > 0.03
     assert np.median(waited["seconds"][:, column("data")]) < 0.012
-    assert np.median(waited["seconds"][:, column("reduce")]) > 0.02
+    assert np.median(waited["seconds"][:, column("collective")]) > 0.02
 
 
 @pytest.mark.parametrize("backend", ENGINES)

@@ -237,7 +237,7 @@ def test_waiting_table_names_the_last_rank() -> None:
 
 def test_waiting_table_of_many_ranks_has_those_that_were_last() -> None:
     seconds = np.ones((2 * ROWS, 2, len(PARTS)))
-    seconds[-1, :, PARTS.index("reduce")] = 0
+    seconds[-1, :, PARTS.index("collective")] = 0
     _, _, *rows = waiting_table([1, 2], seconds)
     assert len(rows) == ROWS
     assert rows[-1].split()[0] == str(2 * ROWS - 1)

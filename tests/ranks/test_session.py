@@ -93,7 +93,7 @@ def leave_early(backend_name: str) -> tuple[int, None]:
 def test_rank_that_left_is_blamed_for_the_exchange_that_it_did_not_make(backend: str) -> None:
     """Rank 0, whose exchange broke, was."""
     with pytest.raises(
-        LaunchError, match=r"failure: rank 1 of 2 .*: came to its end, and rank 0 was in an exchange"
+        LaunchError, match=r"failure: rank 1 of 2 .*: came to its end, and rank 0 was in a collective"
     ):
         run_ranks(leave_early, num_processes=2, args=(backend,))
 

@@ -164,12 +164,12 @@ def abort_ends_a_wait(kind: str, folder: str) -> tuple[int, None]:
         hvd.init()
         hvd.allreduce(torch.ones(4, device=place()), name="meet")
         groups = basics.runtime().controller(0)._transport._device_groups
-        begin, abort = next(iter(groups.values())).allreduce, basics.runtime().abort_exchanges
+        begin, abort = next(iter(groups.values())).allreduce, basics.runtime().abort_collectives
     else:
         from hvd_trainer import backends
 
         engine = backends.create(backends.EngineOptions(backend="ddp")).__enter__()
-        begin, abort = engine.collectives._all_reduce, engine.abort_exchanges
+        begin, abort = engine.collectives._all_reduce, engine.abort_collectives
     torch.accelerator.synchronize()
     if rank() == 0:
         values = torch.ones(4, device=place())

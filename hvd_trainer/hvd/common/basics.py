@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hvd_trainer.backends.engine import Engine
 from hvd_trainer.backends.session import Session
 from hvd_trainer.errors import PeerError
-from hvd_trainer.faults import exchanges
-from hvd_trainer.faults.exchanges import Exchange
+from hvd_trainer.faults import collectives
+from hvd_trainer.faults.collectives import CollectiveCall
 from hvd_trainer.hvd.common.commits import CommitFiles
 from hvd_trainer.hvd.common.controller import Controller
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
@@ -110,7 +110,7 @@ class Runtime(Engine):
             self._add_set([*ranks])
         activity = session.activity
         activity.warn_wait_s, activity.end_wait_s = self.settings.stall_check_s, self.settings.stall_shutdown_s
-        exchanges.sources.append(self._exchanges)
+        collectives.sources.append(self._calls)
         logger.info("%s, started by %s, with %s", session.world, session.world.launcher, self.settings)
         path = environ.get("HOROVOD_TIMELINE", "")
         if path and path != DYNAMIC_TIMELINE:
@@ -118,8 +118,8 @@ class Runtime(Engine):
 
     def stop(self, wait: bool) -> None:
         """End together with all other ranks; without them after an error, or if an exchange has failed."""
-        if self._exchanges in exchanges.sources:
-            exchanges.sources.remove(self._exchanges)
+        if self._calls in collectives.sources:
+            collectives.sources.remove(self._calls)
         controller = self._controllers.get(0)
         if wait and controller is not None:
             controller.shutdown()
@@ -130,11 +130,11 @@ class Runtime(Engine):
             controller.abort("Horovod has been shut down.")
         self._controllers.clear()
 
-    def _exchanges(self) -> list[Exchange]:
+    def _calls(self) -> list[CollectiveCall]:
         """Return what this rank waits for others in."""
-        return [exchange for controller in list(self._controllers.values()) for exchange in controller.exchanges()]
+        return [exchange for controller in list(self._controllers.values()) for exchange in controller.calls()]
 
-    def abort_exchanges(self) -> None:
+    def abort_collectives(self) -> None:
         for controller in [*self._controllers.values()]:  # other threads add and remove process sets meanwhile
             controller.abort("Another rank has failed or ended.")
 
@@ -355,7 +355,7 @@ def leave(error: BaseException) -> None:
     """
     runtime = _state.runtime
     if runtime is not None and runtime.has_broken:
-        runtime.session.activity.blame_exchange()
+        runtime.session.activity.blame_collective()
         if not runtime.session.leave(error):
             _end(error)
             raise error

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hvd_trainer.backends.session import Session
-from hvd_trainer.faults.exchanges import Exchange
+from hvd_trainer.faults.collectives import CollectiveCall
 from hvd_trainer.hvd.common import wire
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.executor import Executor
@@ -176,7 +176,7 @@ class Controller:
         finally:
             self._waits = self._waits - {title}
 
-    def exchanges(self) -> list[Exchange]:
+    def calls(self) -> list[CollectiveCall]:
         """Return the operations under way, and the last one that was done, for reports of who waits for whom."""
         group = f"hvd:{','.join(map(str, self.ranks))}"
         joined = [self.ranks[member] for member in list(self._matcher.joined)]
@@ -185,10 +185,10 @@ class Controller:
         under_way = dict.fromkeys(self._waits, 0.0) | {
             request.title: request.submitted_at for request in open_requests
         }
-        last = Exchange(group, self._num_done, "", True)
+        last = CollectiveCall(group, self._num_done, "", True)
         return [
             last,
-            *(Exchange(group, 0, title, False, ranks, True, since) for title, since in under_way.items()),
+            *(CollectiveCall(group, 0, title, False, ranks, True, since) for title, since in under_way.items()),
         ]
 
     def join(self, device: torch.device) -> int:
@@ -322,7 +322,7 @@ class Controller:
         self._num_rounds += 1
         if self.timeline is not None:
             self.timeline.add_cycle()
-        messages = self._transport.mesh.exchange(message)
+        messages = self._transport.mesh.all_gather(message)
         flags = [wire.read(member, message, self._matcher) for member, message in enumerate(messages)]
         if any(flags):
             self._note_joined([member for member, bits in enumerate(flags) if bits & wire.JOINED])

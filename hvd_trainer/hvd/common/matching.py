@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_trainer.hvd.common.request import MAX_NUMBER, REDUCE_OPS, Kind, Request, Signature
+from hvd_trainer.hvd.common.request import REDUCE_OPS, Kind, Request, Signature, title_of
 from hvd_trainer.utils.text import ranks_text
 
 NOT_WITH_JOIN = (Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL, Kind.REDUCESCATTER, Kind.ADD_SET, Kind.REMOVE_SET)
@@ -124,11 +124,6 @@ class Matcher:
             entry.error = error
         self._responses += entries
 
-    def missing(self, key: tuple[str, int]) -> list[int]:
-        """Return the global ranks that have not asked for an operation yet."""
-        entry = self.pending.get(key)
-        return [] if entry is None else [self.ranks[member] for member in self._missing(entry)]
-
     def _mistake(self, key: tuple[str, int], signatures: Sequence[Signature | None]) -> str | None:
         """Return what ranks disagree in, with who asked for what; None if they agree."""
         asked = {
@@ -138,13 +133,13 @@ class Matcher:
         if len(asked) < len(signatures) and first.kind in NOT_WITH_JOIN:
             joined = [self.ranks[member] for member in sorted(self.joined)]
             return (
-                f"{first.kind.capitalize()} is not supported with Join: {_title(key)} was asked for by "
+                f"{first.kind.capitalize()} is not supported with Join: {title_of(key)} was asked for by "
                 f"{ranks_text([*asked])}, while {ranks_text(joined)} had joined."
             )
         for what, value in _ASPECTS:
             values = {rank: value(signature) for rank, signature in asked.items()}
             if len(set(values.values())) > 1:
-                return f"Mismatched {what} in {_title(key)}: {_who_asked(values)}."
+                return f"Mismatched {what} in {title_of(key)}: {_who_asked(values)}."
         return None
 
 
@@ -152,11 +147,6 @@ def _asked_by_member(entries: Sequence[Response]) -> list[list[Signature]]:
     """Return which of some operations each member has asked for."""
     by_member = zip(*(entry.signatures for entry in entries), strict=True)
     return [[signature for signature in signatures if signature is not None] for signatures in by_member]
-
-
-def _title(key: tuple[str, int]) -> str:
-    name, number = key
-    return f"{name}.{number & MAX_NUMBER}" if number else name
 
 
 def _who_asked(values: dict[int, Any]) -> str:

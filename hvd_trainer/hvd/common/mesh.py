@@ -55,7 +55,7 @@ class Mesh:
         self._connections = {other: connections[other] for other in ((member - d) % size for d in distances)}
         """in the order in which this member receives; it sends in the opposite one"""
 
-    def exchange(self, message: bytes) -> list[bytes | bytearray]:
+    def all_gather(self, message: bytes) -> list[bytes | bytearray]:
         """Return the messages of all members, of any size.
 
         Raises:

@@ -147,4 +147,10 @@ class Request:
     @property
     def title(self) -> str:
         """Name and number as errors and reports have them."""
-        return f"{self.signature.name}.{self.number & MAX_NUMBER}" if self.number else self.signature.name
+        return title_of(self.key)
+
+
+def title_of(key: tuple[str, int]) -> str:
+    """Return name and number of an operation as errors and reports have them."""
+    name, number = key
+    return f"{name}.{number & MAX_NUMBER}" if number else name

@@ -47,7 +47,7 @@ EXCHANGING = ("/torch/distributed/", "/horovod/", "/hvd_trainer/hvd/", "/hvd_tra
 """Folders of collectives."""
 OTHER_PHASES = ("data", "forward", "backward")
 """Phases in which no optimizer updates anything."""
-BY_PHASE = {"reduce": "exchange", "forward": "model", "step": "update"}
+BY_PHASE = {"collective": "exchange", "forward": "model", "step": "update"}
 
 
 def role_of(phase: str, frames: Sequence[Frame], *, in_trainer: bool) -> str:
@@ -66,7 +66,7 @@ def role_of(phase: str, frames: Sequence[Frame], *, in_trainer: bool) -> str:
     calls = (frame.call for frame in frames if LOOP in frame.file or STEP in frame.file)
     in_call = next((IN_TRAINER[call] for call in calls if call in IN_TRAINER), None)
     by_phase = BY_PHASE.get(phase, phase)
-    if phase in ("reduce", "data") and in_call not in OUT_OF_PHASE:
+    if phase in ("collective", "data") and in_call not in OUT_OF_PHASE:
         return by_phase
     if in_call is not None:
         return in_call

@@ -22,8 +22,8 @@ from hvd_trainer.backends import EngineOptions, create, exchange_monitor, proces
 from hvd_trainer.backends.horovod_start import tuning
 from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, Waiter, completes_asynchronously
 from hvd_trainer.c10d.work import HorovodWork, NameQueue
-from hvd_trainer.faults import exchanges
-from hvd_trainer.faults.activity import Activity, ExchangeAbortedError
+from hvd_trainer.faults import collectives
+from hvd_trainer.faults.activity import Activity, CollectiveAbortedError
 from hvd_trainer.faults.monitor import MonitorSettings
 from hvd_trainer.faults.monitor_server import MonitorServer
 from hvd_trainer.faults.root_cause import RootCause
@@ -67,18 +67,18 @@ def test_device_read_counts_as_waiting() -> None:
     backend.activity.listeners.append(heard.append)
     assert backend.read(torch.tensor([1.5, 2.0])) == [1.5, 2.0]
     assert backend.collectives.all_reduce_numbers([3, 4.5]) == [3, 4.5]
-    assert heard == ["reduce", "start"] * 2
+    assert heard == ["collective", "start"] * 2
 
 
 def test_aborted_exchange_invalidates_what_was_read() -> None:
     """A kernel of NCCL whose communicator is aborted ends, and leaves what was there before."""
     activity = Activity(60)
     activity.enter("step")
-    with pytest.raises(ExchangeAbortedError), activity.waiting():
+    with pytest.raises(CollectiveAbortedError), activity.waiting():
         activity.abort()  # by another thread, while this one waits for the device
-    assert activity.in_exchange
+    assert activity.in_collective
     for going_on in (activity.check, lambda: activity.enter("save")):
-        with pytest.raises(ExchangeAbortedError):
+        with pytest.raises(CollectiveAbortedError):
             going_on()
 
 
@@ -95,7 +95,7 @@ def test_survivors_abort_exchanges_in_elastic_mode_only() -> None:
             startup_s=5,
             environ={},
             elastic_timeout_s=elastic_timeout_s,
-            abort_exchanges=aborted.set,
+            abort_collectives=aborted.set,
         )
         monitor = MonitorServer(settings, dist.HashStore(), "127.0.0.1")
         monitor.end_job(RootCause(rank, "it failed", reported=False), 3)
@@ -117,7 +117,7 @@ def test_unfinished_nccl_exchanges_are_named(kind: str, monkeypatch: pytest.Monk
         "state": "scheduled",
     }
     distributed = torch._C._distributed_c10d
-    assert exchanges.unfinished() == []
+    assert collectives.unfinished() == []
 
     def dump(backend: str = "gloo", **_: Any) -> bytes:
         return json.dumps({"entries": [entry] if backend == kind else []}).encode()
@@ -125,7 +125,7 @@ def test_unfinished_nccl_exchanges_are_named(kind: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(distributed, "_dump_nccl_trace_json", partial(dump, "nccl"), raising=False)
     monkeypatch.setattr(distributed, "_dump_fr_trace_json", dump)
     monkeypatch.setattr(distributed, "ProcessGroupNCCL2", None, raising=False)
-    (exchange,) = exchanges.unfinished()
+    (exchange,) = collectives.unfinished()
     assert exchange[:3] == (f"{kind}:0", 12, "all_reduce of float[1024], number 12 of group 0")
 
 
@@ -148,7 +148,7 @@ def test_confirm_exchanges_needs_one_more_exchange(gpu: StandIn, monkeypatch: py
     monkeypatch.setattr(backend.collectives, "_all_reduce", lost)
     with pytest.raises(RuntimeError, match="shut down"):
         backend.confirm_exchanges()
-    assert backend.activity.in_exchange
+    assert backend.activity.in_collective
 
 
 # Groups for NCCL.

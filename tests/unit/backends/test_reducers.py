@@ -16,7 +16,7 @@ from hvd_trainer.backends.buckets import Bucket, BucketExchange, BucketReducer, 
 from hvd_trainer.backends.horovod_waiter import Waiter
 from hvd_trainer.backends.session import LOST_RANK_ERRORS
 from hvd_trainer.errors import BackendError
-from hvd_trainer.faults.activity import Activity, ExchangeAbortedError
+from hvd_trainer.faults.activity import Activity, CollectiveAbortedError
 
 # Gradients in buckets.
 
@@ -241,7 +241,7 @@ def test_waiter_ends_when_another_rank_has_failed(clocked: Any) -> None:
         activity.check()
 
     clock, waiter = clocked(float("inf"), check=check)
-    with pytest.raises(ExchangeAbortedError, match="another rank has failed") as caught:
+    with pytest.raises(CollectiveAbortedError, match="another rank has failed") as caught:
         waiter.wait(7)
     assert failed_s < clock.now < failed_s + 2 * horovod_waiter.MAX_WAIT_S
     assert isinstance(caught.value, LOST_RANK_ERRORS), "as a broken exchange"

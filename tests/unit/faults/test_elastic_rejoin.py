@@ -18,7 +18,7 @@ from hvd_trainer.backends import Backend, EngineOptions
 from hvd_trainer.backends.session import Session
 from hvd_trainer.checkpoint import manager, storage
 from hvd_trainer.errors import CheckpointError, LaunchError
-from hvd_trainer.faults.activity import ExchangeAbortedError
+from hvd_trainer.faults.activity import CollectiveAbortedError
 from hvd_trainer.faults.elastic import RescaleError
 from hvd_trainer.hvd.common import basics
 from hvd_trainer.launch.world import World
@@ -122,7 +122,7 @@ def test_snapshot_excludes_aborted_exchange(monkeypatch: pytest.MonkeyPatch) -> 
 
         monkeypatch.setattr(manager, "copy_to_host", copy)
 
-    with pytest.raises(ExchangeAbortedError):
+    with pytest.raises(CollectiveAbortedError):
         figures({"commit_every_steps": 2}, step_3=abort_during_the_next_copy)
     assert runs[0].manager.snapshot.step == 2
 

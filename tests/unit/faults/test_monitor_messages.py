@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hvd_trainer.faults.exchanges import Exchange
+from hvd_trainer.faults.collectives import CollectiveCall
 from hvd_trainer.faults.messages import (
     Alive,
     Bye,
@@ -27,15 +27,15 @@ from hvd_trainer.faults.monitor import Monitor
 from hvd_trainer.faults.root_cause import Event, Heartbeat, RootCause
 from hvd_trainer.launch.world import World
 
-BEAT = Heartbeat(step=3, phase="reduce", seconds=0.5, is_waiting=True, limit_s=None)
+BEAT = Heartbeat(step=3, phase="collective", seconds=0.5, is_waiting=True, limit_s=None)
 MESSAGES: list[Message] = [
     Alive(),
     Alive(heartbeat=BEAT),
     RankEnded(event=Event("raised", 1, "first\nsecond", "\u2028"), is_users=True, heartbeat=BEAT),
     StacksRequest(silent=(1, 2)),
-    Stacks(rank=2, text="Thread 0x1", exchanges=[Exchange("hvd:0,1", 0, "allreduce.a", False, (0, 1), True)]),
+    Stacks(rank=2, text="Thread 0x1", calls=[CollectiveCall("hvd:0,1", 0, "allreduce.a", False, (0, 1), True)]),
     JobEnded(cause=RootCause(1, "failure: rank 1", reported=True), exit_in_s=0.2),
-    Done(rank=1, where=" in train.py, line 3", exchanges=[Exchange("gloo:0", 7, "", True)]),
+    Done(rank=1, where=" in train.py, line 3", calls=[CollectiveCall("gloo:0", 7, "", True)]),
     Bye(),
 ]
 
@@ -94,7 +94,7 @@ def test_anything_else_breaks_the_connection(line: str, ends: tuple[Channel, soc
 def test_an_error_with_bytes_of_a_file_name_is_sent(ends: tuple[Channel, socket.socket]) -> None:
     """What Python makes of a name that is no UTF-8 cannot be encoded as it is."""
     receiving, theirs = ends
-    activity = SimpleNamespace(in_exchange=False)
+    activity = SimpleNamespace(in_collective=False)
     rank: Any = SimpleNamespace(world=World(1, 2, 1, 2), activity=activity, own_heartbeat=Heartbeat)
     Channel(theirs).send(Monitor._describe_error(rank, OSError("no such file: caf\udce9")))
     match receiving.receive():

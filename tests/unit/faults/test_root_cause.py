@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_trainer.faults.exchanges import Exchange
+from hvd_trainer.faults.collectives import CollectiveCall
 from hvd_trainer.faults.root_cause import Event, Heartbeat, Stall, call_text, culprit, find_root_cause, find_stall
 
 
 def test_find_root_cause() -> None:
     """A killed rank breaks exchanges; errors of other ranks may arrive before its own channel breaks."""
-    broken = [Event("raised", rank, "connection closed", in_exchange=True) for rank in (0, 3)]
+    broken = [Event("raised", rank, "connection closed", in_collective=True) for rank in (0, 3)]
     lost, raised = Event("lost", 2), Event("raised", 1, "ValueError")
     assert find_root_cause([*broken, lost]) == lost
     assert find_root_cause([broken[0], lost, raised]) == raised
@@ -22,7 +22,7 @@ def test_find_root_cause() -> None:
 
 
 def waiting(seconds: float, step: int = 7) -> Heartbeat:
-    return Heartbeat(step, "reduce", seconds, is_waiting=True, limit_s=60)
+    return Heartbeat(step, "collective", seconds, is_waiting=True, limit_s=60)
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,12 @@ def test_find_stall(heartbeats: list[Heartbeat], found: Stall | None) -> None:
     assert find_stall(dict(enumerate(heartbeats)), silence_limit_s=60) == found
 
 
-def named(name: str) -> Exchange:
-    return Exchange("hvd:0,1,2", 0, name, is_done=False, ranks=(0, 1, 2), is_named=True)
+def named(name: str) -> CollectiveCall:
+    return CollectiveCall("hvd:0,1,2", 0, name, is_done=False, ranks=(0, 1, 2), is_named=True)
 
 
-def numbered(number: int, *, is_done: bool = False) -> Exchange:
-    return Exchange("gloo:0", number, f"all_reduce, number {number}", is_done, (0, 1, 2))
+def numbered(number: int, *, is_done: bool = False) -> CollectiveCall:
+    return CollectiveCall("gloo:0", number, f"all_reduce, number {number}", is_done, (0, 1, 2))
 
 
 BUSY, WAITS = Heartbeat(7, "callback", 61, limit_s=60), waiting(61)
@@ -74,7 +74,9 @@ BUSY, WAITS = Heartbeat(7, "callback", 61, limit_s=60), waiting(61)
         (Stall((2,), "silent"), [WAITS] * 3, [[numbered(3)], [numbered(2)], []], 2),
     ],
 )
-def test_culprit(stall: Stall, heartbeats: list[Heartbeat], facts: list[list[Exchange]], rank: int | None) -> None:
+def test_culprit(
+    stall: Stall, heartbeats: list[Heartbeat], facts: list[list[CollectiveCall]], rank: int | None
+) -> None:
     assert culprit(stall, dict(enumerate(heartbeats)), dict(enumerate(facts))) == rank
 
 

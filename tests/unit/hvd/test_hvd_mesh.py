@@ -35,7 +35,7 @@ def test_all_members_get_all_messages(size: int) -> None:
     """Also empty ones, and ones that are larger than a connection's buffers, in both directions at once."""
     lengths = (0, 20_000_000, 7)
     rounds = [[bytes([member]) * lengths[(member + turn) % 3] for member in range(size)] for turn in range(3)]
-    received = in_members(size, lambda mesh, member: [mesh.exchange(messages[member]) for messages in rounds])
+    received = in_members(size, lambda mesh, member: [mesh.all_gather(messages[member]) for messages in rounds])
     assert received == [rounds] * size
 
 
@@ -48,7 +48,7 @@ def test_client_without_the_token_is_turned_away() -> None:
             client.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
             second = pool.submit(Mesh, store, 1, 2, address=LOOPBACK, on_wait=lambda: None)
             meshes = first.result(), second.result()
-            answers = pool.map(lambda mesh, text: mesh.exchange(text), meshes, [b"one", b"two"])
+            answers = pool.map(lambda mesh, text: mesh.all_gather(text), meshes, [b"one", b"two"])
             assert list(answers) == [[b"one", b"two"]] * 2
             client.settimeout(5)
             with pytest.raises(ConnectionResetError):
@@ -72,7 +72,7 @@ def test_member_that_waits_hears_of_an_end() -> None:
             mesh.abort()
             return ""
         with pytest.raises(ConnectionError) as caught:
-            mesh.exchange(b"anything")
+            mesh.all_gather(b"anything")
         return str(caught.value)
 
     assert in_members(3, run)[1:] == ["another rank has closed its connection: it has ended, or was killed."] * 2

@@ -33,5 +33,5 @@ def test_operations_end_while_process_sets_come_and_go() -> None:
         runtime._controllers.pop(1, None)
 
     runtime._controllers = {number: SimpleNamespace(abort=abort) for number in range(2)}
-    runtime.abort_exchanges()
+    runtime.abort_collectives()
     assert len(ended) == 2

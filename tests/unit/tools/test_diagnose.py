@@ -147,7 +147,7 @@ LOAD = Part(20, (FETCH, DATASET), "data")
 
 
 def reduce_for(ms: float) -> Part:
-    return Part(ms, (LOOP,), "reduce")
+    return Part(ms, (LOOP,), "collective")
 
 
 class Case(NamedTuple):
@@ -866,10 +866,10 @@ def test_role_of_a_stack() -> None:
     assert role_of("after step", (user,), in_trainer=False) == "script"
     assert role_of("after step", (user, MODULE), in_trainer=False) == "script"
     assert role_of("step", (FINISH, CALLBACK, MODULE), in_trainer=True) == "callback"
-    assert role_of("reduce", (LOOP,), in_trainer=True) == "exchange"
+    assert role_of("collective", (LOOP,), in_trainer=True) == "exchange"
     # The Trainer counts metrics before it leaves the phase in which the exchange has ended.
     metric = Frame("/x/hvd_trainer/optim/step.py", 149, "TrainStep.count", "meter.add", "hvd_trainer")
-    assert role_of("reduce", (LOOP, metric), in_trainer=True) == "metric"
+    assert role_of("collective", (LOOP, metric), in_trainer=True) == "metric"
     # A loader's process that was forked has the stack of the loader that started it.
     started = Frame(
         "/v/torch/utils/data/dataloader.py", 9, "_MultiProcessingDataLoaderIter.__init__", "w.start", "library"

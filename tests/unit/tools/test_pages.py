@@ -38,7 +38,7 @@ def write_diagnosis(folder: Path) -> Path:
     loop = Frame("/x/hvd_trainer/training/loop.py", 83, "TrainingLoop._train_epoch", "run.step", "hvd_trainer")
     module = Frame("/v/site-packages/torch/nn/modules/module.py", 9, "Module._call_impl", "call", "library")
     sleep = Frame(__file__, 40, "Save.on_step_end", "time.sleep", "user")
-    parts = {"forward": ([0, 1], 0.01, 1.0), "callback": ([0, 2], 0.05, 0.0), "reduce": ([0], 0.05, 0.0)}
+    parts = {"forward": ([0, 1], 0.01, 1.0), "callback": ([0, 2], 0.05, 0.0), "collective": ([0], 0.05, 0.0)}
 
     def rank(*phases: str) -> RankProfile:
         shown = [(phase, *parts[phase]) for phase in phases]
@@ -50,7 +50,7 @@ def write_diagnosis(folder: Path) -> Path:
         known |= {"major_faults": 0, "queued_s": 0.0, "durations": [0.06] * 50, "seconds": 3.0}
         return RankProfile([Record(**known, frames=[loop, module, sleep], stacks=stacks)])
 
-    evidence = Evidence(profiles=[rank("forward", "callback"), rank("forward", "reduce")], cores=2)
+    evidence = Evidence(profiles=[rank("forward", "callback"), rank("forward", "collective")], cores=2)
     conclude(Diagnosis(ran=RAN, evidence=evidence)).write(folder, "diagnosis")
     return folder / "diagnosis.html"
 

@@ -354,7 +354,7 @@ def test_large_tensors_follow_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
     }
     header, tensors = encode_object(value)
     sent: list[Tensor] = []
-    pieces.exchange(tensors, lambda piece: sent.append(piece.clone()), receives=False)
+    pieces.move_in_pieces(tensors, lambda piece: sent.append(piece.clone()), receives=False)
     total = sum(tensor.nbytes for tensor in tensors)
     assert len(header) < 2**14
     assert max(map(len, sent)) <= 2**14

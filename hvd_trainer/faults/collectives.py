@@ -1,7 +1,7 @@
-"""The exchanges that this process has begun, whoever carries them out: what ranks wait for each other in.
+"""The collectives that this process has called, whoever carries them out: what ranks wait for each other in.
 
 PyTorch's flight recorder has the last 2,000 of Gloo and NCCL, also those that DDP makes in C++. All ranks of a
-group number its exchanges alike. Horovod, and its API on torch.distributed, match them by name instead.
+group number its collectives alike. Horovod, and its API on torch.distributed, match them by name instead.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ NCCL_SINCE_2_15 = "nccl2"
 """the name of PyTorch's newer class of groups for NCCL, and of what it records"""
 ANSWER_TIMEOUT_S = 2.0
 MAX_PER_GROUP = 8
-"""How many exchanges of a group `recent` returns."""
+"""How many collectives of a group `recent` returns."""
 
 
-class Exchange(NamedTuple):
-    """One exchange of this process."""
+class CollectiveCall(NamedTuple):
+    """One call of a collective by this process."""
 
     group: str
     """the group's name and what carries it, alike on all its ranks"""
@@ -39,7 +39,7 @@ class Exchange(NamedTuple):
     since: float = 0.0
     """when it began, by `time.monotonic`; 0: unknown"""
 
-    def is_missing_in(self, others: list[Exchange]) -> bool:
+    def is_missing_in(self, others: list[CollectiveCall]) -> bool:
         """Return whether a rank that has begun these has not begun this one."""
         own_group = [other for other in others if other.group == self.group]
         if self.is_named:
@@ -47,36 +47,36 @@ class Exchange(NamedTuple):
         return max((other.number for other in own_group), default=0 if self.ranks else self.number) < self.number
 
 
-sources: list[Callable[[], list[Exchange]]] = []
-"""Return the last exchange of each group, and all under way, of a backend that PyTorch does not record."""
+sources: list[Callable[[], list[CollectiveCall]]] = []
+"""Return the last collective of each group, and all under way, of a backend that PyTorch does not record."""
 
 
-def recent() -> list[Exchange]:
-    """Return the last exchanges of each group, and those that are under way; for NCCL those in the GPU's queue."""
-    groups: dict[str, list[Exchange]] = {}
-    for exchange in _exchanges():
-        groups.setdefault(exchange.group, []).append(exchange)
+def recent() -> list[CollectiveCall]:
+    """Return each group's last collectives, and those that are under way; for NCCL those in the GPU's queue."""
+    groups: dict[str, list[CollectiveCall]] = {}
+    for call in _calls():
+        groups.setdefault(call.group, []).append(call)
     return [
-        exchange
+        call
         for group in groups.values()
-        for place, exchange in enumerate(reversed(group))
-        if place < MAX_PER_GROUP or not exchange.is_done
+        for place, call in enumerate(reversed(group))
+        if place < MAX_PER_GROUP or not call.is_done
     ]
 
 
-def unfinished() -> list[Exchange]:
-    """Return the exchanges that are under way."""
-    return [exchange for exchange in _exchanges() if not exchange.is_done]
+def unfinished() -> list[CollectiveCall]:
+    """Return the collectives that are under way."""
+    return [call for call in _calls() if not call.is_done]
 
 
 def oldest() -> float | None:
-    """Return when the oldest exchange under way began, of those of `sources`; None if there is none."""
-    times = [exchange.since for source in sources for exchange in source() if not exchange.is_done]
+    """Return when the oldest collective under way began, of those of `sources`; None if there is none."""
+    times = [call.since for source in sources for call in source() if not call.is_done]
     return min(filter(None, times), default=None)
 
 
 def progress() -> list[Any]:
-    """Return a value that differs from an earlier one if an exchange has begun or ended since; in microseconds."""
+    """Return a value that changes whenever a collective begins or ends; takes microseconds."""
     dumps = [dump(includeCollectives=False, onlyActive=False) for dump in _recorders()]
     return [*dumps, *(source() for source in sources)]
 
@@ -96,15 +96,15 @@ def _recorders() -> list[Callable[..., bytes]]:
     return [recorder for recorder in recorders if recorder is not None]
 
 
-def _exchanges() -> list[Exchange]:
-    """Return all exchanges that are known, in order; what the driver does not answer for in time is left out."""
+def _calls() -> list[CollectiveCall]:
+    """Return all collectives that are known, in order; what the driver does not answer for in time is left out."""
     asked = start_in_thread(_recorded, "flight-recorder")
     wait([asked], ANSWER_TIMEOUT_S)
     recorded = asked.result() if asked.done() and asked.exception() is None else []
-    return [*recorded, *(exchange for source in sources for exchange in source())]
+    return [*recorded, *(call for source in sources for call in source())]
 
 
-def _recorded() -> list[Exchange]:
+def _recorded() -> list[CollectiveCall]:
     members = _members()
     entries = [
         entry
@@ -112,9 +112,7 @@ def _recorded() -> list[Exchange]:
         for entry in json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
     ]
     # Groups without a name are those of `hvd`, which is one of `sources`.
-    return [
-        _exchange(entry, members) for entry in entries if not entry.get("is_p2p") and entry["process_group"][0]
-    ]
+    return [_call(entry, members) for entry in entries if not entry.get("is_p2p") and entry["process_group"][0]]
 
 
 def _members() -> dict[str, tuple[int, ...]]:
@@ -127,15 +125,15 @@ def _members() -> dict[str, tuple[int, ...]]:
     return {name: tuple(sorted(ranks.get(group, ()))) for group, name in dict(world.pg_names).items()}
 
 
-def _exchange(entry: dict[str, Any], members: dict[str, tuple[int, ...]]) -> Exchange:
+def _call(entry: dict[str, Any], members: dict[str, tuple[int, ...]]) -> CollectiveCall:
     name, group, number = entry["profiling_name"], entry["process_group"][0], entry["collective_seq_id"]
-    carrier, _, call = name.partition(":")
+    carrier, _, kind = name.partition(":")
     kinds = entry.get("input_dtypes", ["tensors"])
     shapes = [f"{kind.lower()}{shape}" for kind, shape in zip(kinds, entry["input_sizes"], strict=False)]
-    return Exchange(
+    return CollectiveCall(
         group=f"{carrier}:{group}",
         number=number,
-        text=f"{call}{' of ' if shapes else ''}{', '.join(shapes)}, number {number} of group {group}",
+        text=f"{kind}{' of ' if shapes else ''}{', '.join(shapes)}, number {number} of group {group}",
         is_done=entry.get("retired", False) or entry["state"] == "completed",
         ranks=members.get(group, ()),
     )
