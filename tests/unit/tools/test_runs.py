@@ -281,7 +281,7 @@ def test_read_job_accepts_python_in_front(tmp_path: Path) -> None:
 
 
 def recorded(seconds: Sequence[Sequence[Sequence[float]]]) -> list[dict[str, Any]]:
-    """Return recorded steps of ranks: by rank and step, seconds of data, forward, backward, collective, step, rest."""
+    """Return steps of ranks: by rank and step, seconds of data, forward, backward, collective, step, rest."""
     return [{"seconds": np.array(its)} for its in seconds]
 
 
