@@ -81,7 +81,8 @@ class NegotiatedBuckets(BucketExchange):
         op: int,
     ) -> None:
         op = Op.SUM if op == Op.AVERAGE else op
-        limit = MAX_SENT_BYTES // (len(controller.ranks) - 1)
+        # With HOROVOD_FUSION_THRESHOLD=0 a bucket is an all-reduce of its own, and adds values up as Horovod's.
+        limit = min(MAX_SENT_BYTES // (len(controller.ranks) - 1), controller.settings.fusion_bytes)
         self._collectives = [
             Collective(
                 Kind.ALLREDUCE,

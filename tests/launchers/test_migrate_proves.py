@@ -60,3 +60,48 @@ def test_many_ranks_add_up_alike(tmp_path: Path) -> None:
     code, printed = prove(tmp_path, SCRIPT.replace(STATE, ""), ranks=4)
     assert "old and new: the same bits through 4 steps" in printed, printed
     assert code == 0
+
+
+OLD = """
+import torch
+import horovod.torch as hvd
+from torch import nn
+
+hvd.init()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 7))
+names = model.named_parameters()
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=names)
+for step in range(4):
+    inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + hvd.rank()))
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+"""
+NEW = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 7))
+model = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_horovods_api_on_torch_adds_up_as_ddp_on_four_ranks(tmp_path: Path) -> None:
+    """Small buckets travel with their requests, and are added in the order of ranks; not where bits are compared."""
+    old, new = tmp_path / "old.py", tmp_path / "new.py"
+    old.write_text(OLD)
+    new.write_text(NEW)
+    words = ["-np", "4", "--backend", "ddp,ddp", "--steps", "4", "--out", str(tmp_path / "out"), "--new", str(new)]
+    result = launch("python", 1, ["-m", "hvd_trainer", "parity", *words, "--", str(old)])
+    assert "old and new: the same bits through 4 steps" in result.stdout
