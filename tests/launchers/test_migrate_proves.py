@@ -98,7 +98,7 @@ for step in range(4):
 
 
 def test_horovods_api_on_torch_adds_up_as_ddp_on_four_ranks(tmp_path: Path) -> None:
-    """Small buckets travel with their requests, and are added in the order of ranks; not where bits are compared."""
+    """Small buckets travel with their requests, and are added in rank order; not where bits are compared."""
     old, new = tmp_path / "old.py", tmp_path / "new.py"
     old.write_text(OLD)
     new.write_text(NEW)
