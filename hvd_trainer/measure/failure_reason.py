@@ -63,5 +63,7 @@ def why_no_step(place: Path, log: Path) -> str:
 def _reason(text: str) -> str:
     """Return one line of a report, the exception if it has a traceback, else the first; empty without any."""
     text = text.encode(errors="replace").decode()  # JSON may hold halves of characters, which no file takes
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
-    return lines[-1] if TRACEBACK in text else lines[0]
+    # Behind a traceback, and the exception that follows its indented lines, are lines about other ranks.
+    has_traceback = TRACEBACK in text
+    lines = (line for line in text.rpartition(TRACEBACK)[2].splitlines() if line.strip())
+    return next((line.strip() for line in lines if not (has_traceback and line[0].isspace())), "")

@@ -238,7 +238,6 @@ BARE_THREADS = {
     "checkpoint.async_writer": "writes copies in host memory",
     "faults.monitor": "waits for messages; what it asks of a device, other threads or `exchanges` ask",
     "faults.preemption": "waits for signals",
-    "hvd.common.mesh": "sends bytes",
     "measure.stacks": "reads Python's stacks",
     "training.job": "ends the process after a time",
 }
