@@ -126,21 +126,27 @@ def test_ranks_end_when_launcher_is_killed(launcher: str, backend: str) -> None:
             assert "its launcher, torchrun, has ended" in job.stderr
 
 
-RESTARTED = ["--epochs", "24", "--batch-size", "32", "--reproducible", "4", "--save-every-steps", "7"]
+USUAL = ("--epochs", "24", "--batch-size", "32", "--save-every-steps", "7")
+RESTARTED = (*USUAL, "--reproducible", "4")
 
 
 @cache
-def undisturbed() -> bytes:
+def undisturbed(size: int, options: tuple[str, ...]) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        launch(QUICKEST, 2, digits_job.argv("ddp", Path(folder), RESTARTED))
+        launch(QUICKEST, size, digits_job.argv("ddp", Path(folder), options))
         return digits_job.weights(Path(folder))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("backend", "size"), [case("ddp", 2), case("horovod", 4, when="long")])
-def test_torchrun_restart_resumes_from_checkpoint(backend: str, size: int, tmp_path: Path) -> None:
-    """Restarted ranks resume from the newest checkpoint; the weights equal those of 2 undisturbed DDP ranks."""
-    argv = digits_job.argv(backend, tmp_path, RESTARTED)
+@pytest.mark.parametrize(
+    ("backend", "size", "options", "as_many"),
+    [case("ddp", 3, USUAL, 3), case("horovod", 4, USUAL, 4), case("horovod", 4, RESTARTED, 2)],
+)
+def test_torchrun_restart_resumes_from_checkpoint(
+    backend: str, size: int, options: tuple[str, ...], as_many: int, tmp_path: Path
+) -> None:
+    """Restarted ranks resume from the newest checkpoint; the weights equal those of undisturbed DDP ranks."""
+    argv = digits_job.argv(backend, tmp_path, options)
     with start("torchrun", size, argv, options=["--max-restarts", "2"]) as job:
         job.wait_for_output("epoch 3/")
         job.ranks(size)[1].kill()
@@ -148,7 +154,7 @@ def test_torchrun_restart_resumes_from_checkpoint(backend: str, size: int, tmp_p
         assert "restart  this job was started before, and resumes" in job.stdout
         assert re.search(r"resume   from \S+\nresume   restored model, optimizer", job.stdout)
         assert len(REPORT.findall(job.stderr)) == 1
-    assert digits_job.weights(tmp_path) == undisturbed()
+    assert digits_job.weights(tmp_path) == undisturbed(as_many, options)
     assert not list(tmp_path.glob("earlier-*"))
 
 
@@ -157,17 +163,17 @@ def test_torchrun_restart_resumes_from_checkpoint(backend: str, size: int, tmp_p
 @pytest.mark.parametrize(("launcher", "backend"), [case("torchrun", "ddp"), case("horovodrun", "horovod")])
 def test_job_killed_again_and_again_trains_the_same_weights(launcher: str, backend: str, tmp_path: Path) -> None:
     """A rank, the launcher and rank 0, which saves after each step, are killed at random moments."""
-    argv = digits_job.argv(backend, tmp_path, [*RESTARTED, "--save-every-steps", "1", "--resume", "auto"])
+    argv = digits_job.argv(backend, tmp_path, [*USUAL, "--save-every-steps", "1", "--resume", "auto"])
     draw = random.Random(backend)
     for epoch, victim in ((3, 1), (9, None), (15, 0)):
-        with start(launcher, 2, argv) as job:
+        with start(launcher, 3, argv) as job:
             job.wait_for_output(f"epoch {epoch}/")
             time.sleep(draw.uniform(0, 0.3))
-            (job.popen if victim is None else job.ranks(2)[victim]).kill()
+            (job.popen if victim is None else job.ranks(3)[victim]).kill()
             assert job.wait(60).returncode != 0
             job.check_nothing_left()
-    launch(QUICKEST, 2, argv)
-    assert digits_job.weights(tmp_path) == undisturbed()
+    launch(QUICKEST, 3, argv)
+    assert digits_job.weights(tmp_path) == undisturbed(3, USUAL)
 
 
 @pytest.mark.long
