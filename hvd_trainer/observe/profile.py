@@ -3,7 +3,7 @@
 Waiting for other ranks has two causes, the exchange itself and the slowest rank:
 
 rank 0   computes  |  waits  waits  |  exchange |
-rank 1   computes  computes  computes| exchange |       exchange = the shortest `reduce` of a step; what a
+rank 1   computes  computes  computes| exchange |       exchange = the shortest `collective` of a step; what a
                                                         rank waits beyond that, it waits for that last rank
 """
 
@@ -207,7 +207,7 @@ def waiting_table(numbers: Sequence[int], seconds: Any) -> list[str]:
     cells = [["rank", *PARTS, "whole", "waited", "last in"]]
     cells += [[str(rank), *(f"{ms:.2f}" for ms in table[rank]), f"{lasts[rank]} steps"] for rank in shown]
     return [
-        f"steps {numbers[0]} to {numbers[-1]} of {plural(ranks, 'rank')}, mean in ms (waited: of reduce, for the "
-        "last rank)",
-        *(row[0].rjust(4) + "".join(cell.rjust(10) for cell in row[1:]) for row in cells),
+        f"steps {numbers[0]} to {numbers[-1]} of {plural(ranks, 'rank')}, mean in ms (waited: of collective, for "
+        "the last rank)",
+        *(row[0].rjust(4) + "".join(cell.rjust(12) for cell in row[1:]) for row in cells),
     ]
