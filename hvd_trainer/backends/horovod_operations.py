@@ -13,8 +13,8 @@ from hvd_trainer.faults.collectives import CollectiveCall
 from hvd_trainer.utils.import_hooks import wrap
 
 KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
-MAX_FORGOTTEN = 1000
-"""How many operations that are done are kept in mind, at most."""
+MIN_LIMIT = 1000
+"""How many names are kept, those of operations that are done among them, before the latter are dropped."""
 
 
 class Operations:
@@ -28,6 +28,7 @@ class Operations:
         self._module = module
         self._titles: dict[int, tuple[str, tuple[int, ...], float]] = {}
         """name, ranks and time of begin, by handle"""
+        self._limit = MIN_LIMIT
         self._num_begun = 0
         for kind in (*KINDS, *(f"grouped_{kind}" for kind in KINDS)):
             if hasattr(module, f"_{kind}_async"):
@@ -38,9 +39,11 @@ class Operations:
         values = [*args, *kwargs.values()]
         name = next((value for value in values if isinstance(value, str)), f"noname.{handle}")
         ranks = next((tuple(value.ranks) for value in values if getattr(value, "ranks", None)), ())
-        if len(self._titles) > MAX_FORGOTTEN:
+        if len(self._titles) >= self._limit:
             under_way = self._module._handle_map
             self._titles = {known: title for known, title in self._titles.items() if known in under_way}
+            # Twice as many as are under way: the cost of an operation does not depend on their number.
+            self._limit = max(MIN_LIMIT, 2 * len(self._titles))
         self._titles[handle] = f"{kind}.{name}", ranks, time.monotonic()
         self._num_begun += 1
         return handle

@@ -128,8 +128,8 @@ def _members() -> dict[str, tuple[int, ...]]:
 def _call(entry: dict[str, Any], members: dict[str, tuple[int, ...]]) -> CollectiveCall:
     name, group, number = entry["profiling_name"], entry["process_group"][0], entry["collective_seq_id"]
     carrier, _, kind = name.partition(":")
-    kinds = entry.get("input_dtypes", ["tensors"])
-    shapes = [f"{kind.lower()}{shape}" for kind, shape in zip(kinds, entry["input_sizes"], strict=False)]
+    dtypes = entry.get("input_dtypes", ["tensors"])
+    shapes = [f"{dtype.lower()}{shape}" for dtype, shape in zip(dtypes, entry["input_sizes"], strict=False)]
     return CollectiveCall(
         group=f"{carrier}:{group}",
         number=number,

@@ -61,7 +61,7 @@ RANK_0_DELAY_S = 0.3
 
 @dataclass(kw_only=True)
 class _Inquiry:
-    """What all ranks are asked for before the report of a stall, or of a collective that has failed."""
+    """A question to all ranks for their stacks and collectives, before the report of a stall or a failure."""
 
     stall: Stall | None
     """None: a collective has failed"""

@@ -230,7 +230,7 @@ def test_ranks_that_call_different_operations(
 @pytest.mark.warm(False)
 @pytest.mark.parametrize(("ranks", "who"), [(2, 0), (3, 1), case(3, 2, when="long")])
 def test_rank_that_a_fatal_signal_ends(ranks: int, who: int, tmp_path: Path) -> None:
-    """As Gloo does where tensors differ in size. It was told as by kill -9."""
+    """Gloo does so where tensors differ in size, and the report took it for kill -9."""
     script = write(tmp_path, TORCH.format(limit=None) + ABORTS)
     printed = run(ranks, "ddp", script, who)
     check_stuck(printed, script, who, ranks)

@@ -200,6 +200,38 @@ def test_horovods_step_before_the_training_is_taken_if_asked_for(tmp_path: Path)
     assert len(printed[0]) == 2
 
 
+ON_THREE_RANKS = """
+import hashlib, sys, torch
+import horovod.torch as hvd
+from torch import nn
+hvd.init()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 7))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+for step in range(8):
+    inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + hvd.rank()))
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+sys.stdout.write(hashlib.sha256(weights.numpy().tobytes()).hexdigest() + "\\n")
+"""
+
+
+@requires("horovod")
+def test_engines_give_a_script_the_same_bits_on_three_ranks_without_fusion(tmp_path: Path) -> None:
+    """Horovod fuses gradients by timing, and from three ranks on a sum depends on what shares its buffer."""
+    (tmp_path / "train.py").write_text(ON_THREE_RANKS)
+    words = ("-np", 3, "--exactly-horovod", "--fusion-threshold-mb", 0, "--backend")
+    printed = [run(*words, engine, "--", tmp_path / "train.py").stdout.splitlines() for engine in ENGINES]
+    assert printed[0] == printed[1]
+    assert len(printed[0]) == 3
+    assert len(set(printed[0])) == 1
+
+
 @requires("horovod")
 def test_script_for_hvd_runs_on_horovod(tmp_path: Path) -> None:
     """It ran on torch.distributed, silently, although Horovod was asked for."""

@@ -54,7 +54,7 @@ def digests(path: str, first: int, **how: Any) -> tuple[int, list[str]]:
         optimizer.load_state_dict(saved["optimizer"])
     hvd.broadcast_parameters(model.state_dict(), 0)
     hvd.broadcast_optimizer_state(optimizer, 0)
-    found = []
+    hashes = []
     for step in range(first, STEPS):
         if hvd.rank() == 0 and not first:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{path}.{step}")
@@ -64,10 +64,10 @@ def digests(path: str, first: int, **how: Any) -> tuple[int, list[str]]:
         model(torch.randn(4, 600, generator=generator)).backward()
         optimizer.step()
         weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        found.append(hashlib.sha256(weights.numpy().tobytes()).hexdigest())
+        hashes.append(hashlib.sha256(weights.numpy().tobytes()).hexdigest())
     rank = hvd.rank()
     hvd.shutdown()
-    return rank, found
+    return rank, hashes
 
 
 WAYS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {

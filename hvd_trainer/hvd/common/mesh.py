@@ -22,7 +22,7 @@ from hvd_trainer.utils.members import CHECK_S, TOKEN_BYTES, accept_members, send
 
 LENGTH = struct.Struct("<I")
 Unsent = dict[socket.socket, memoryview]
-"""What is left of the message to each member."""
+"""The rest of the message to each member."""
 
 
 class Mesh:

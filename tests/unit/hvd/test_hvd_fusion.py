@@ -1,4 +1,4 @@
-"""Which operations of `hvd` are exchanged as one."""
+"""The fusion of operations of `hvd`: which share one collective."""
 
 from __future__ import annotations
 
@@ -48,11 +48,10 @@ def exchanged(monkeypatch: pytest.MonkeyPatch, indices: list[tuple[int, int]], *
 
 
 def test_operations_on_one_device_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of several devices were exchanged as one, on the first one's."""
-    found = exchanged(monkeypatch, [(0, 1), (1, 1), (0, 1)])
-    assert found == [["0", "2"], ["1"]]
+    """Tensors on several devices shared one collective, on the first tensor's device."""
+    assert exchanged(monkeypatch, [(0, 1), (1, 1), (0, 1)]) == [["0", "2"], ["1"]]
 
 
 def test_buckets_travel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is ready at once is a matter of time, and a ring adds up a part by its place."""
+    """Which buckets are ready together depends on timing, and the order of a sum on its place in the buffer."""
     assert exchanged(monkeypatch, [(0, 0)] * 2, is_bucket=True) == [["0"], ["1"]]

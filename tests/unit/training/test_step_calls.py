@@ -1,4 +1,4 @@
-"""What the Trainer adds to a step, in calls of Python functions, which do not depend on the machine's load."""
+"""The number of Python calls that the Trainer adds to a step: unlike seconds, it does not depend on the load."""
 
 from __future__ import annotations
 
