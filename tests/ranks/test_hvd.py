@@ -687,6 +687,23 @@ def test_log_level_is_horovods(level: str, texts: tuple[bool, bool], tmp_path: P
     assert ("[INFO] rank 1 of 2" in result.stderr, "allreduce.x: done" in result.stderr) == texts
 
 
+def without_a_timeline() -> tuple[int, float]:
+    """Start with a timeline that cannot be written, and ask for another one."""
+    hvd.init()
+    hvd.start_timeline("/nowhere/timeline.json")
+    total = hvd.allreduce(torch.ones(3), op=hvd.Sum, name="a")[0].item()
+    rank = hvd.rank()
+    hvd.shutdown()
+    return rank, total
+
+
+@pytest.mark.parametrize("path", ["/nowhere/timeline.json", "/proc"])
+def test_training_does_without_a_timeline_that_cannot_be_written(path: str) -> None:
+    """Rank 0 ended with a FileNotFoundError; Horovod continues, too."""
+    env = {"HOROVOD_TIMELINE": path}
+    assert run_ranks(without_a_timeline, num_processes=3, env=env) == [3.0] * 3
+
+
 def test_timeline_ends_where_the_disk_is_full_and_the_training_continues(tmp_path: Path) -> None:
     """The error ended the training, and the other rank was blamed."""
     path = tmp_path / "timeline.json"

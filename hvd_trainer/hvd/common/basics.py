@@ -221,10 +221,18 @@ class Runtime(Engine):
         return removed
 
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
-        """Record operations from now on, in a file that rank 0 writes."""
+        """Record operations from now on, in a file that rank 0 writes; without one if it cannot be written."""
         self.stop_timeline()
-        if self.world.is_first:
+        if not self.world.is_first:
+            return
+        try:
             self.controller(0).timeline = Timeline(path, mark_cycles)
+        except OSError as error:  # the other ranks have begun to train
+            logger.warning(
+                "There is no timeline, and the training continues: %s. Correct the path in HOROVOD_TIMELINE, or "
+                "that of hvd.start_timeline",
+                error,
+            )
 
     def stop_timeline(self) -> None:
         """Complete the file, if there is one."""
