@@ -235,7 +235,7 @@ class Backend(Engine, ABC):
             self._reducer.close()
             self._reducer = None
 
-    def prepare_blocks(self, blocks: Sequence[nn.Module], *, passes: int, exchange: bool = True) -> None:
+    def prepare_stage(self, stage: nn.Module, *, passes: int, exchange: bool = True) -> None:
         """Make one stage start equal on the ranks of its replica group, and connect its gradient exchange.
 
         Its parameters and buffers become those of the group's first rank, and `step` averages its gradients over
@@ -243,16 +243,13 @@ class Backend(Engine, ABC):
         on their devices.
 
         Args:
-            blocks: of the model, in order. None shares a message with another, so that the order of sums does not
-                depend on where the model is cut.
             passes: backward passes of a step, after the last of which a gradient is complete.
             exchange: whether the engine averages the gradients.
         """
-        stage = nn.ModuleList(blocks)
         self._broadcast_tensors([*stage.parameters(), *stage.buffers()])
         self._disconnect()
         if exchange and len(self.replica_group) > 1:
-            self._connect_blocks(stage, passes)
+            self._connect_stage(stage, passes)
 
     def _broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Give tensors the values that they have on the replica group's first rank."""
@@ -282,8 +279,8 @@ class Backend(Engine, ABC):
         self._parameter_names = {p: name for name, p in model.named_parameters()}
 
     @abstractmethod
-    def _connect_blocks(self, blocks: nn.ModuleList, passes: int) -> None:
-        """Average the gradients of some blocks over the replica group from now on."""
+    def _connect_stage(self, stage: nn.Module, passes: int) -> None:
+        """Average a stage's gradients over its replica group from now on."""
 
     def group_of(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """Return the torch.distributed group with this rank, such as that of a replica's stages. A collective.

@@ -193,7 +193,6 @@ class BucketReducer(Reducer):
             on then, not from the last one.
         passes: how many backward passes add to a gradient before it is sent.
         exclude: parameters whose gradients are not averaged here.
-        blocks: parts of the module, in order, that share no bucket; None: one part.
 
     Raises:
         BackendError: inside backward, if it adds more often to a gradient: it may be on its way already.
@@ -209,20 +208,17 @@ class BucketReducer(Reducer):
         find_unused_parameters: bool = False,
         passes: int = 1,
         exclude: Iterable[Tensor] = (),
-        blocks: Iterable[nn.Module] | None = None,
     ) -> None:
         self._module, self._factor = module, 1.0 / num_ranks
         self._passes = passes
         excluded = set(exclude)
-        groups: list[list[Tensor]] = []
-        for part in [*(blocks or [module])][::-1]:
-            parameters = [p for p in part.parameters() if p.requires_grad and p not in excluded]
-            groups += _lay_out(parameters, limit_bytes, find_unused_parameters)
+        parameters = [p for p in module.parameters() if p.requires_grad and p not in excluded]
         # A CPU has a gradient that is just finished in its cache. On an accelerator, starting an operation costs
         # more than most of them take: there a full bucket is written by two.
-        self._writes_at_once = all(accelerator.is_host(p.device) for group in groups for p in group)
+        self._writes_at_once = all(accelerator.is_host(p.device) for p in parameters)
         self._enabled = True
         self._gradients: dict[Tensor, _Gradient] = {}
+        groups = _lay_out(parameters, limit_bytes, find_unused_parameters)
         buckets = [Bucket.of(group, number) for number, group in enumerate(groups)]
         self._buckets = GradientBuckets(buckets, exchange, write=self._write_rest)
         for bucket in buckets:

@@ -124,14 +124,13 @@ class DDPBackend(Backend):
         if not any(p.requires_grad for p in model.parameters()):
             raise BackendError("The model has no parameter that requires a gradient: there is nothing to train.")
 
-    def _connect_blocks(self, blocks: nn.ModuleList, passes: int) -> None:
+    def _connect_stage(self, stage: nn.Module, passes: int) -> None:
         self._reducer = BucketReducer(
-            blocks,
+            stage,
             DDPBucketExchange(self.collectives.replica_process_group, self.options.compression),
             num_ranks=len(self.replica_group),
             limit_bytes=int(self.options.bucket_mb * 2**20),
             passes=passes,
-            blocks=blocks,
         )
 
     def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:

@@ -229,10 +229,9 @@ class HorovodBackend(Backend):
             **how,
         )
 
-    def _connect_blocks(self, blocks: nn.ModuleList, passes: int) -> None:
-        self._check_model(blocks)
-        process_set = self.collectives.process_set
-        self._reducer = self._make_bucket_reducer(blocks, process_set, passes=passes, blocks=blocks)
+    def _connect_stage(self, stage: nn.Module, passes: int) -> None:
+        self._check_model(stage)
+        self._reducer = self._make_bucket_reducer(stage, self.collectives.process_set, passes=passes)
 
     def _finish_exchange(self, optimizer: Optimizer) -> None:
         if self._reducer is None:

@@ -58,7 +58,7 @@ class SingleBackend(Backend):
     def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         return model
 
-    def _connect_blocks(self, blocks: nn.ModuleList, passes: int) -> None:
+    def _connect_stage(self, stage: nn.Module, passes: int) -> None:
         pass
 
     def _finish_exchange(self, optimizer: Optimizer) -> None:

@@ -51,6 +51,9 @@ class ModelShards(Protocol):
     is_sharded: bool
     seeds_itself: bool
 
+    @property
+    def cut(self) -> list[int]: ...
+
     def own_share(self, state: Mapping[Any, Any], *, of_optimizer: bool = False) -> dict[Any, Any]: ...
 
     def gather(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None: ...
@@ -108,6 +111,7 @@ class TrainState:
             "model": model,
             "progress": self.progress.state_dict(),
             "data": dict(self.data),
+            "cut": self.parts.cut,
             "kinds": {name: type(part).__name__ for name, part in self.others.items()},
             "ranks": ranks,
             **others,
@@ -174,7 +178,19 @@ class TrainState:
         notes = self._load_ranks(state["ranks"], restored, reset)
         lines = [f"restored {', '.join(restored)}"]
         lines += [f"reset: {', '.join(reset)}"] if reset else []
-        return lines + notes
+        return [*lines, *notes, *self._note_cut(state.get("cut", []))]
+
+    def _note_cut(self, saved: Sequence[int]) -> list[str]:
+        """Return a line if the model is cut elsewhere into as many parts, which changes the order of sums."""
+        cut = self.parts.cut
+        # Two replicas give the same sum in either order.
+        if cut == saved or len(cut) != len(saved) or len(self.backend.replica_group) < 3:
+            return []
+        before, now = (",".join(map(str, sizes)) for sizes in (saved, cut))
+        return [
+            f"the model is cut into {now} blocks, and was into {before}: the last bits differ from those of one "
+            f"run. For the same type --balance {before}"
+        ]
 
     def _load_model(self, saved: Mapping[str, Any], reader: StateReader) -> None:
         own = {name: value for name, value in state_on_this_stage(self.model).items() if name in saved}

@@ -73,6 +73,11 @@ class ModelPlacement:
             self._fsdp = FSDPShards(backend, train.precision)
         self.is_whole = options.stages == 1 and self._fsdp is None
 
+    @property
+    def cut(self) -> list[int]:
+        """The number of blocks in each part of the model; none if it is not cut."""
+        return []
+
     def check_batch(self, batch_size: int) -> None:
         """Learn the number of samples per batch.
 

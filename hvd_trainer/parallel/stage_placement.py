@@ -54,6 +54,10 @@ class StagePlacement(ModelPlacement):
             refuse_stages_on_gloo(backend, options.stages)
             self._group = backend.group_of(self.grid.stage_groups)
 
+    @property
+    def cut(self) -> list[int]:
+        return [len(part.names) for part in self.parts]
+
     def check_batch(self, batch_size: int) -> None:
         chunks = self._options.num_chunks
         if chunks > batch_size:
@@ -88,11 +92,12 @@ class StagePlacement(ModelPlacement):
         self._mine = {number: self._blocks(model, number) for number in own}
         drop_other_state(optimizer, self.owns)
         load_in_place(optimizer, optimizer.state_dict())  # moves it to the parameters' devices
-        blocks = [block for part in self._mine.values() for block in part.blocks]
+        stage = nn.ModuleList(self._mine.values())
         if self._fsdp is None:
-            backend.prepare_blocks(blocks, passes=options.num_chunks, exchange=self._exchange)
+            backend.prepare_stage(stage, passes=options.num_chunks, exchange=self._exchange)
         else:
-            self._fsdp.shard([*self._mine.values()], blocks, optimizer)
+            blocks = [block for part in self._mine.values() for block in part.blocks]
+            self._fsdp.shard(list(stage), blocks, optimizer)
         backend.set_parameter_names(model)
         self._shard_optimizer(optimizer)
         return model, optimizer

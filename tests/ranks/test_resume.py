@@ -201,6 +201,18 @@ def test_killed_job_resumes_with_the_same_bits(
         assert [mine.get(key) for key in same] == [theirs.get(key) for key in same]
 
 
+@pytest.mark.parametrize(("replicas", "cut"), [(3, "1,3"), (3, "2,2"), (2, "1,3")])
+def test_resume_says_that_the_model_is_cut_elsewhere(replicas: int, cut: str, tmp_path: Path) -> None:
+    """`--balance time` may cut elsewhere, and from three replicas on that changes the order of sums."""
+    argv = [*REVIEWS.split(), "--global-batch-size", "12", "--stages", "2", "--chunks", "2", "--backend", "ddp"]
+    argv += ["--log-dir", str(tmp_path), "--layers", "2"]
+    launch(QUICKEST, 2 * replicas, [*argv, "--balance", "2,2", "--max-steps", "3"])
+    resumed = launch(QUICKEST, 2 * replicas, [*argv, "--balance", cut, "--max-steps", "5", "--resume", "auto"])
+    said = "resume   the model is cut into 1,3 blocks, and was into 2,2: "
+    assert (said in resumed.stdout) == (replicas == 3 and cut == "1,3"), resumed.stdout
+    assert ("For the same type --balance 2,2" in resumed.stdout) == (said in resumed.stdout)
+
+
 ON_ANOTHER_HOST = """
 import os, sys
 words = [sys.executable, "-m", "hvd_trainer.mnist", "--dataset", "digits", "--log-dir", *sys.argv[1:]]

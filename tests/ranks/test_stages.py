@@ -359,20 +359,6 @@ def test_stages_change_no_bit_of_two_replicas(backend: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ENGINES)
-def test_stages_change_no_bit_of_three_replicas(backend: str) -> None:
-    """A stage had its parameters in one message, in which the order of sums depended on the cut."""
-    usual: dict[str, Any] = {"global_batch_size": 18, "dropout": 0.0}
-    cuts = {
-        f"stages, {cut}": {"parallel": {**CUT, "stages": 2, "balance": cut}, **usual} for cut in ("1,5", "4,2")
-    }
-    in_stages = run_ranks(run_all, num_processes=6, args=(backend, cuts))[0]
-    whole = {"parallel": CUT, **usual}
-    alone = run_ranks(run_all, num_processes=3, args=("ddp", {"whole": whole}))[0]["whole"]
-    for cut in in_stages.values():
-        same(cut, alone)
-
-
-@pytest.mark.parametrize("backend", ENGINES)
 def test_devices_change_no_bit(backend: str) -> None:
     """CPUs stand for devices: tested are the order of the work, and the exchange of what is in several places."""
     alone = trained("single", 1)[0]
