@@ -93,7 +93,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--data-dir", type=Path, required=True, help="MNIST's folder")
-    parser.add_argument("--until", default="test_accuracy=0.99", help="as the job's option")
+    parser.add_argument("--until", default="val_accuracy=0.99", help="as the job's option")
     parser.add_argument("--seeds", type=int, default=30)
     parser.add_argument("--limit-s", type=float, default=600.0, help="for one run")
     parser.add_argument("--gpus", action="store_true", help="train on a GPU, not on the CPU")

@@ -3,7 +3,7 @@
     from hvd_trainer import Trainer
 
     with Trainer() as trainer:
-        trainer.fit(model, optimizer, loss, train_data, test_data)
+        trainer.fit(model, optimizer, loss, train_data, val_data)
 
 The names below are loaded when they are first used: a tool that installs Horovod must not wait for PyTorch, and
 importing this package never imports Horovod.

@@ -241,12 +241,12 @@ def main() -> None:
 
         # The bare model: the wrapper would exchange BatchNorm's buffers in each forward pass, where
         # ranks with different numbers of batches would wait for each other.
-        test_loss, test_accuracy = evaluate(model, test, device)
+        val_loss, val_accuracy = evaluate(model, test, device)
         row = {
             "epoch": epoch,
             "train_loss": float(losses.sum() / counts.sum()),
-            "test_loss": test_loss,
-            "test_accuracy": test_accuracy,
+            "val_loss": val_loss,
+            "val_accuracy": val_accuracy,
             "samples": int(counts.sum()),
             "samples_per_s": float(counts.sum() / seconds),
             "step_losses": (losses / counts).tolist(),
@@ -255,8 +255,8 @@ def main() -> None:
         # Every rank has the same numbers, so one of them prints, or each line would come N times.
         if dist.get_rank() == 0:
             print(
-                f"epoch {epoch}: train loss {row['train_loss']:.5f}, test loss {test_loss:.5f}, "
-                f"test accuracy {test_accuracy:.2%}, {row['samples_per_s']:,.0f} images/s"
+                f"epoch {epoch}: train loss {row['train_loss']:.5f}, val loss {val_loss:.5f}, "
+                f"val accuracy {val_accuracy:.2%}, {row['samples_per_s']:,.0f} images/s"
             )
 
     # And one writes: N processes writing one file at once would spoil it. Each has the same model.

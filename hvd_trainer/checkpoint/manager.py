@@ -289,7 +289,7 @@ class CheckpointManager:
             self.backend.confirm_exchanges()
             self.snapshot.step, self.snapshot.state = step, copied
         if to_disk:
-            figures = {k: v for k, v in (record or {}).items() if k.startswith(("train_", "test_"))}
+            figures = {k: v for k, v in (record or {}).items() if k.startswith(("train_", "val_"))}
             self._writer.submit(began, state, step=step, epoch=epoch, figures=figures)
 
 

@@ -66,7 +66,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     epoch: Count
     """epochs finished"""
     figures: dict[str, float]
-    """the record of the epoch that had just ended, such as test_loss; empty inside an epoch"""
+    """the record of the epoch that had just ended, such as val_loss; empty inside an epoch"""
     tensors: FileChecksum
     """of state.safetensors"""
     tree: FileChecksum
@@ -283,7 +283,7 @@ def prune(folder: Path, *, keep: int, best: str | None) -> None:
     """Remove all checkpoints but the newest `keep` and the best.
 
     Args:
-        best: a figure such as test_loss; the one with the lowest (of a loss), else the highest, stays as well.
+        best: a figure such as val_loss; the one with the lowest (of a loss), else the highest, stays as well.
 
     Raises:
         CheckpointError: one cannot be removed.

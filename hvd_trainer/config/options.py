@@ -65,7 +65,7 @@ class TrainOptions:
     max_steps: Annotated[int | None, Ge(1), COMMON] = None
     """end after so many optimizer steps, also inside an epoch; a later run with more continues from there"""
     until: Annotated[str | None, ParsedBy(StopCondition.parse)] = None
-    """test_accuracy=0.99: end after the epoch in which a figure is as good, a loss as low or another as high"""
+    """val_accuracy=0.99: end after the epoch in which a figure is as good, a loss as low or another as high"""
     batch_size: Annotated[int, Ge(1), COMMON] = 128
     """samples per rank and backward pass; times ranks times --accumulate it is the global batch"""
     global_batch_size: Annotated[int | None, Ge(1), COMMON] = None
@@ -139,7 +139,7 @@ class SaveOptions:
     """in a Slurm job: when a signal stops it, put it back into the queue, from where it resumes by itself"""
     keep: Annotated[int, Ge(1)] = 2
     """how many of the newest checkpoints stay"""
-    keep_best: str | None = "test_loss"
+    keep_best: str | None = "val_loss"
     """the figure by which the best one stays too: the lowest of a loss, the highest of others"""
 
 

@@ -1,4 +1,4 @@
-"""Parse and test the figure with which a training ends: `--until test_accuracy=0.99`."""
+"""Parse and test the figure with which a training ends: `--until val_accuracy=0.99`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StopCondition:
             return cls()
         if not re.fullmatch(r"\w+=[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text):
             raise OptionError(
-                f"--until is a figure and its value, such as test_accuracy=0.99 or test_loss=0.05, not {text!r}"
+                f"--until is a figure and its value, such as val_accuracy=0.99 or val_loss=0.05, not {text!r}"
             )
         figure, _, value = text.partition("=")
         return cls(figure, float(value))

@@ -71,7 +71,7 @@ class TextOptions:
     """aclImdb_v1.tar.gz, the folder aclImdb that it unpacks to, or a folder with either; None: a cache folder of
     yours"""
     synthetic_reviews: Annotated[int, Ge(1)] = 10_000
-    """synthetic only: how many to train on; a tenth as many to test on"""
+    """synthetic only: how many to train on; a tenth as many to validate on"""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ class Aspect(NamedTuple):
 ASPECTS = (
     Aspect("train_data", "data set"),
     Aspect("train_samples", "samples per epoch"),
-    Aspect("test_data", "test set"),
-    Aspect("test_samples", "test samples"),
+    Aspect("val_data", "validation set"),
+    Aspect("val_samples", "test samples"),
     Aspect("steps", "optimizer steps", across=False, advice="compare --steps N, which ends each run"),
     Aspect("samples", "samples", across=False, advice="DataLoader(..., sampler=DistributedSampler(dataset))"),
     Aspect("global_batch_size", "global batch", across=False),

@@ -56,7 +56,7 @@ class Work(Struct):
             raise ValueError("as many rates as steps are needed")
 
 
-RESULTS = ("train_loss", "last_loss", "test_loss", "train_accuracy", "test_accuracy", "peak_memory_mb", "bubble")
+RESULTS = ("train_loss", "last_loss", "val_loss", "train_accuracy", "val_accuracy", "peak_memory_mb", "bubble")
 SPEEDS = ("step_s", "step_p50_s", "step_p95_s", "samples_per_s", "tokens_per_s")
 Figures = msgspec.defstruct(
     "Figures",

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from hvd_trainer.measure.trials import RunRecord, Trial, key_of
 
 T = TypeVar("T", bound=Trial)
-FIRST = ("train_loss", "last_loss", "test_loss", "test_accuracy")
+FIRST = ("train_loss", "last_loss", "val_loss", "val_accuracy")
 """Figures of which the first round's is shown: between two runs there is no loss that a training has had."""
 
 

@@ -126,7 +126,7 @@ class Trace(Listener):
     def on_epoch_end(self, record: Mapping[str, Any]) -> None:
         self._drawn.clear()
         if 0 < self._count <= self._steps:
-            figures = {name: value for name, value in record.items() if name.startswith("test_")}
+            figures = {name: value for name, value in record.items() if name.startswith("val_")}
             self._write("evaluation", {"figures": figures}, buffers=host_copies(self._parts().buffers.items()))
 
     def _begin(

@@ -25,7 +25,7 @@ AFRESH = {"resume": "none", "save_every_epochs": None, "save_every_steps": None,
 """Options with which a job begins at its first step, and no step has the time of a save."""
 ENDLESS = {"epochs": 1_000_000, "until": None}
 """Options with which a job trains until its last step, however much data it has."""
-RESULTS = ("train_loss", "test_loss", "train_accuracy", "test_accuracy", "bubble")
+RESULTS = ("train_loss", "val_loss", "train_accuracy", "val_accuracy", "bubble")
 """Figures of an epoch that are results of the run."""
 
 

@@ -42,8 +42,8 @@ class RunView:
     """how many samples each rank takes per step"""
     train_loader: Loader
     """this rank's training batches"""
-    test_loader: Loader | None
-    """this rank's test batches; None without a test set"""
+    val_loader: Loader | None
+    """this rank's validation batches; None without validation data"""
     model: nn.Module
     """the module that was given to `fit`, without the engine's wrapper"""
     optimizer: Optimizer

@@ -38,7 +38,7 @@ class Progress:
     skipped_steps: int = 0
     """steps left out because the gradient was not finite"""
     figures: dict[str, float] = field(default_factory=dict)
-    """of the epoch that was finished last, such as test_loss"""
+    """of the epoch that was finished last, such as val_loss"""
 
     def __post_init__(self) -> None:
         self._unread: Tensor | None = None

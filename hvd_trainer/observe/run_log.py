@@ -24,7 +24,7 @@ LOCK_PATIENCE_S = 20.0
 """How long a frozen rank 0 may still hold the folder: horovodrun sends it SIGTERM, and SIGKILL 5 s later."""
 MAX_LINE_BYTES = 2**20
 """Of a line of metrics.jsonl."""
-DRAWN = ("train_", "test_", "lr", "samples_per_s")
+DRAWN = ("train_", "val_", "lr", "samples_per_s")
 """Prefixes of the figures that TensorBoard shows."""
 
 
@@ -141,7 +141,7 @@ class RunLog:
         prefix = "step/" if event == "step" else ""
         for key, value in clean.items():
             if isinstance(value, float) and key.startswith(DRAWN):
-                name = key.replace("_", "/", 1) if key.startswith(("train_", "test_")) else key
+                name = key.replace("_", "/", 1) if key.startswith(("train_", "val_")) else key
                 self._board.add_scalar(prefix + name, value, clean["step"])
 
     def close(self) -> None:

@@ -110,7 +110,7 @@ def _numbers(options: TrainerOptions) -> str:
 def facts(run: RunView) -> dict[str, Any]:
     """Return what was set up, for programs: the contents of run.json."""
     backend, plan, world = run.backend, run.plan, run.world
-    train, test = run.train_loader, run.test_loader
+    train, val = run.train_loader, run.val_loader
     parameters = list(run.model.parameters())
     return {
         "backend": backend.name,
@@ -135,8 +135,8 @@ def facts(run: RunView) -> dict[str, Any]:
         "workers": train.num_workers,
         "train_data": train.name,
         "train_samples": train.num_samples,
-        "test_data": None if test is None else test.name,
-        "test_samples": None if test is None else test.num_samples,
+        "val_data": None if val is None else val.name,
+        "val_samples": None if val is None else val.num_samples,
         "model": type(run.model).__name__,
         "parameters": sum(p.numel() for p in parameters),
         "reads_options": are_typed(run.options),
@@ -148,7 +148,7 @@ def facts(run: RunView) -> dict[str, Any]:
 def epoch_line(record: dict[str, Any], epochs: int) -> str:
     """Return the line of an epoch: averages over all samples of all ranks."""
     parts = [f"epoch {record['epoch']}/{epochs}"]
-    for split in ("train", "test"):
+    for split in ("train", "val"):
         figures = {k.partition("_")[2]: v for k, v in record.items() if k.startswith(f"{split}_")}
         if figures:
             parts.append(" ".join([split, *(_figure(name, value) for name, value in figures.items())]))
@@ -162,28 +162,28 @@ def summary_line(record: dict[str, Any], seconds: float, folder: Path | None) ->
     """Return the last line of a run."""
     if not record:
         return "done: nothing left to train"
-    result = f", test accuracy {record['test_accuracy']:.2%}" if "test_accuracy" in record else ""
+    result = f", val accuracy {record['val_accuracy']:.2%}" if "val_accuracy" in record else ""
     kept = f"; weights and metrics in {folder}" if folder else ""
     return f"done: {plural(record['step'], 'step')} in {seconds:.1f} s{result}{kept}"
 
 
 def _data(run: RunView) -> str:
-    """Return `MNIST: 60,000 samples to train on, 10,000 to test on`."""
-    train, test = run.train_loader, run.test_loader
+    """Return `MNIST: 60,000 samples to train on, 10,000 to validate on`."""
+    train, val = run.train_loader, run.val_loader
     size = "a stream of samples" if train.num_samples is None else plural(train.num_samples, "sample")
     text = f"{train.name}: {size} to train on"
-    if test is None:
-        return f"{text}, none to test on{_whereabouts(run)}"
-    name = "" if test.name == train.name else f"{test.name}: "
-    size = "a stream" if test.num_samples is None else f"{test.num_samples:,}"
-    return f"{text}, {name}{size} to test on{_whereabouts(run)}"
+    if val is None:
+        return f"{text}, none to validate on{_whereabouts(run)}"
+    name = "" if val.name == train.name else f"{val.name}: "
+    size = "a stream" if val.num_samples is None else f"{val.num_samples:,}"
+    return f"{text}, {name}{size} to validate on{_whereabouts(run)}"
 
 
 def _whereabouts(run: RunView) -> str:
     """Return which data an accelerator's memory has no room for; on the CPU nothing."""
     if accelerator.is_host(run.device):
         return ""
-    loaders = {"to train on": run.train_loader, "to test on": run.test_loader}
+    loaders = {"to train on": run.train_loader, "to validate on": run.val_loader}
     sent = " and ".join(name for name, loader in loaders.items() if loader is not None and loader.is_sent)
     return f"; those {sent} are sent from the host" if sent else "; all in the GPU's memory"
 

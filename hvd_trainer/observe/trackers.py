@@ -20,7 +20,7 @@ PLACES = ("step", "epoch")
 
 
 class Tracker(Callback, ABC):
-    """Send each record of metrics.jsonl from rank 0, under names such as `step/train_loss` and `epoch/test_loss`.
+    """Send each record of metrics.jsonl from rank 0, under names such as `step/train_loss` and `epoch/val_loss`.
 
     Args:
         settings: of the tracker's run, as its package takes them.

@@ -107,9 +107,9 @@ def make_scheduler(scheduler: Scheduler | None, optimizer: Optimizer) -> LRSched
 
 
 def step_scheduler(scheduler: LRScheduler | None, record: Mapping[str, Any]) -> None:
-    """Step the scheduler after an epoch; `ReduceLROnPlateau` gets the test loss, or the train loss without one."""
+    """Step the scheduler after an epoch; `ReduceLROnPlateau` gets the val loss, or the train loss without one."""
     if isinstance(scheduler, ReduceLROnPlateau):
-        scheduler.step(record.get("test_loss", record["train_loss"]))
+        scheduler.step(record.get("val_loss", record["train_loss"]))
     elif scheduler is not None:
         scheduler.step()
 

@@ -169,7 +169,7 @@ class ModelPlacement:
         return whole if self._backend.world.is_first else None
 
     def evaluation(self, loader: Loader) -> Iterator[Batch | None]:
-        """Yield this rank's batches of a test set; None if it has none left but others need it. A collective."""
+        """Yield this rank's validation batches; None if it has none left but others need it. A collective."""
         return loader.evaluation() if self._fsdp is None else self._fsdp.evaluation(loader)
 
     def owns(self, parameter: Tensor) -> bool:

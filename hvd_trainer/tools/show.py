@@ -123,7 +123,7 @@ def _times(folder: Path) -> list[float]:
 def verdict(run: Run) -> Verdict:
     """Say what came of a run."""
     kinds = [
-        name for name in run.last if name.startswith(("test_", "train_")) and isinstance(run.last[name], float)
+        name for name in run.last if name.startswith(("val_", "train_")) and isinstance(run.last[name], float)
     ]
     has_ended = run.records[-1]["event"] == "end"
     steps = f"{plural(run.last['step'], 'step')}{'' if has_ended else ' so far'}"
@@ -132,14 +132,14 @@ def verdict(run: Run) -> Verdict:
     failed = [f"It failed {plural(len(run.failures), 'time')}: see {run.name}/failures."] if run.failures else []
     if not has_ended:
         return Verdict(text, "failed" if failed else "unsure", failed, badge="FAILED" if failed else "NOT ENDED")
-    shown = next((name for name in ("test_accuracy", "test_loss", "train_loss") if name in kinds), "step")
+    shown = next((name for name in ("val_accuracy", "val_loss", "train_loss") if name in kinds), "step")
     return Verdict(text, "sure", failed, badge=f"{shown.replace('_', ' ')} {run.last[shown]:.4g}".upper())
 
 
 def pictures(runs: Sequence[Run]) -> Iterator[Picture]:
     """Yield a chart for each figure, and steps by time."""
     names = list(dict.fromkeys(name for run in runs for record in run.records for name in record))
-    figures = [name for name in names if name.startswith(("train_", "test_"))]
+    figures = [name for name in names if name.startswith(("train_", "val_"))]
     charts: dict[str, list[str]] = {}
     for name in figures:
         title = name.partition("_")[2] if len(runs) <= MAX_TOGETHER else name.replace("_", " ")

@@ -183,26 +183,26 @@ class TrainingLoop:
 
         Each rank computes metric objects by itself, and all must stop after the same epoch.
         """
-        figures = {key: value for key, value in record.items() if key.startswith(("train_", "test_"))}
+        figures = {key: value for key, value in record.items() if key.startswith(("train_", "val_"))}
         shared = bool(self._run.stop_condition.figure)
         return self._run.backend.collectives.broadcast_object(figures) if shared else figures
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
-        """Return loss and metrics over the whole test set, each sample counted once; empty without a test set."""
+        """Return loss and metrics over the whole validation set, each sample counted once; empty without one."""
         run, activity = self._run, self._run.backend.activity
         activity.enter("epoch")
         if run.options.train.reproducible is None:
             run.backend.average_buffers(run.model)
-        if run.test_loader is None:
+        if run.val_loader is None:
             return {}
         run.model.eval()
         meter = Meter(run.metrics, run.backend)
-        for batch in run.placement.evaluation(run.test_loader):
+        for batch in run.placement.evaluation(run.val_loader):
             run.step.evaluate(batch, meter)
             activity.enter("evaluate")
         activity.enter("epoch")
-        return add_prefix("test", meter.compute())
+        return add_prefix("val", meter.compute())
 
     def _finish(self, started: float) -> None:
         """Write the weights and the record of the end, and say what came of the run."""
@@ -256,5 +256,5 @@ def freeze_objects(world: World) -> None:
 
 
 def add_prefix(split: str, figures: Mapping[str, float]) -> dict[str, float]:
-    """Return figures under names such as `test_loss`; without the number of samples, which the counters have."""
+    """Return figures under names such as `val_loss`; without the number of samples, which the counters have."""
     return {f"{split}_{name}": value for name, value in figures.items() if name != "samples"}

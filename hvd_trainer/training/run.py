@@ -53,7 +53,7 @@ class FitInputs:
     optimizer: Optimizer
     loss: LossFunction
     train_data: Any
-    test_data: Any
+    val_data: Any
     scheduler: Scheduler | None
     metrics: Mapping[str, Metric]
     weight: WeightFunction | None
@@ -91,7 +91,7 @@ class TrainingRun(RunView):
         # Parts that a tool wants left out, to see what they cost: `exchange`, `data`.
         self.leave_out: Collection[str] = () if message is None else message.leave_out
         self.stop_condition = StopCondition.parse(options.train.until)
-        splits = ("train",) if inputs.test_data is None else ("train", "test")
+        splits = ("train",) if inputs.val_data is None else ("train", "val")
         self.stop_condition.check([f"{split}_{name}" for split in splits for name in ("loss", *inputs.metrics)])
         with ExitStack() as resources:  # closes what is open if a later part cannot be built
             exchange = "exchange" not in self.leave_out
@@ -107,9 +107,9 @@ class TrainingRun(RunView):
                 backend.session.monitor.log_folder = options.log.log_dir
             self.observers = list(self._make_observers(message))
             self.callbacks = [*inputs.callbacks, *self.observers]
-            has_test = inputs.test_data is not None
+            has_val = inputs.val_data is not None
             self.train_loader = self._make_loader(inputs.train_data, inputs, shuffle=True)
-            self.test_loader = self._make_loader(inputs.test_data, inputs, shuffle=False) if has_test else None
+            self.val_loader = self._make_loader(inputs.val_data, inputs, shuffle=False) if has_val else None
             self.step = self._make_step(inputs)
             self.optimizer = self.step.optimizer
             self.scheduler = make_scheduler(inputs.scheduler, self.optimizer)

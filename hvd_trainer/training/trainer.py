@@ -51,7 +51,7 @@ class History(Sequence[dict[str, Any]]):
     epochs: list[dict[str, Any]] = field(default_factory=list)
 
     def __getitem__(self, place: Any) -> Any:
-        """Return the record of an epoch, from 0 on, or those of a slice: `trainer.fit(...)[-1]["test_loss"]`."""
+        """Return the record of an epoch, from 0 on, or those of a slice: `trainer.fit(...)[-1]["val_loss"]`."""
         return self.epochs[place]
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class Trainer:
     """Trains one model on all ranks. Use it as a context manager: the engine runs inside.
 
         with Trainer(options) as trainer:
-            trainer.fit(model, optimizer, loss, train_data, test_data)
+            trainer.fit(model, optimizer, loss, train_data, val_data)
 
     Args:
         options: all options.
@@ -140,7 +140,7 @@ class Trainer:
         optimizer: Optimizer,
         loss: LossFunction,
         train_data: Any,
-        test_data: Any = None,
+        val_data: Any = None,
         *,
         scheduler: Scheduler | None = None,
         metrics: Mapping[str, Metric] | None = None,
@@ -155,7 +155,7 @@ class Trainer:
             model: any module that takes a batch of inputs.
             optimizer: any optimizer over its parameters.
             loss: returns the mean loss (a scalar) from outputs and targets: over samples, without a `weight`.
-            train_data, test_data: a `TensorData`, `Dataset` or `IterableDataset` of (inputs, targets), or a
+            train_data, val_data: a `TensorData`, `Dataset` or `IterableDataset` of (inputs, targets), or a
                 `BatchSource` of batches.
             scheduler: stepped after each epoch; or a function that makes it from the optimizer. Scaling, warm-up
                 and decay of the learning rate multiply its rate while a step is taken.
@@ -178,7 +178,7 @@ class Trainer:
             optimizer=optimizer,
             loss=loss,
             train_data=train_data,
-            test_data=test_data,
+            val_data=val_data,
             scheduler=scheduler,
             metrics=dict(metrics or {}),
             weight=weight,

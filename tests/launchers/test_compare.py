@@ -47,7 +47,7 @@ def test_compare_resumes_from_its_folder(tmp_path: Path) -> None:
     for trial in kept["trials"]:
         assert trial["startup_s"] > 1
         assert trial["peak_memory_mb"] > 100
-        assert trial["test_accuracy"] > 0.3
+        assert trial["val_accuracy"] > 0.3
     assert "| horovod | 2 |" in (tmp_path / "comparison.md").read_text()
     assert "Samples per second by ranks" in (tmp_path / "comparison.html").read_text()
     again = launch("python", 1, command(tmp_path, "--np", "2", "--rounds", "1")).stdout

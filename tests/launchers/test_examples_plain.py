@@ -45,11 +45,11 @@ def test_plain_examples_agree_at_two_ranks(tmp_path: Path) -> None:
 
     assert weights[0] == weights[1]
     assert [result["backend"] for result in results] == ["horovod", "ddp"]
-    for key in ("samples", "step_losses", "train_loss", "test_loss", "test_accuracy"):
+    for key in ("samples", "step_losses", "train_loss", "val_loss", "val_accuracy"):
         assert horovod[key] == ddp[key], key
     assert len(set(ddp["step_losses"])) == len(ddp["step_losses"])
     # Each of the 10,000 samples counted once: with padding this would be no whole number.
-    assert (ddp["test_accuracy"] * 10_000) == pytest.approx(round(ddp["test_accuracy"] * 10_000))
+    assert (ddp["val_accuracy"] * 10_000) == pytest.approx(round(ddp["val_accuracy"] * 10_000))
 
 
 @requires("horovodrun")

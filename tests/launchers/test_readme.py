@@ -329,7 +329,7 @@ def test_the_printed_output_is_the_documented_one(
     printed = typed(command, root).stdout.splitlines()
     assert [*map(in_form, printed)] == [*map(in_form, transcript)]
     for lines in (printed, transcript):
-        accuracy = re.search(r"test accuracy ([\d.]+)%", lines[-1])
+        accuracy = re.search(r"val accuracy ([\d.]+)%", lines[-1])
         assert accuracy is not None
         assert float(accuracy[1]) >= (98 if command == MAIN else 90)
 

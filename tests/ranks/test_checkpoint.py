@@ -68,9 +68,7 @@ def test_newest_checkpoint_is_the_one_saved_last(tmp_path: Path) -> None:
     assert names(tmp_path) == ["mine", "step-000000200"]
 
 
-@pytest.mark.parametrize(
-    ("figure", "best"), [("test_loss", 2), ("test_accuracy", 3), ("other", None), (None, None)]
-)
+@pytest.mark.parametrize(("figure", "best"), [("val_loss", 2), ("val_accuracy", 3), ("other", None), (None, None)])
 def test_prune_keeps_the_best(figure: str | None, best: int | None, tmp_path: Path) -> None:
     for step, loss, accuracy in (
         (1, 0.5, 0.1),
@@ -79,7 +77,7 @@ def test_prune_keeps_the_best(figure: str | None, best: int | None, tmp_path: Pa
         (4, float("nan"), 0.2),
         (5, 0.6, 0.2),
     ):
-        save(tmp_path, step, test_loss=loss, test_accuracy=accuracy)
+        save(tmp_path, step, val_loss=loss, val_accuracy=accuracy)
     (tmp_path / ".step-000000009.77").mkdir()  # a save that was killed
     storage.prune(tmp_path, keep=1, best=figure)
     steps = sorted({5} | ({best} if best else set()))

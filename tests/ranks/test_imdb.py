@@ -129,7 +129,7 @@ def test_synthetic_needs_no_data(tmp_path: Path) -> None:
         f"-m hvd_trainer.imdb --backend ddp --dataset synthetic --synthetic-reviews 40 --epochs 1 {SMALL}".split()
     )
     result = launch(QUICKEST, 2, [*argv, "--precision", "bf16"], env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
-    assert "data     synthetic: 40 samples to train on, 4 to test on" in result.stdout
+    assert "data     synthetic: 40 samples to train on, 4 to validate on" in result.stdout
     assert not (tmp_path / "cache").exists()
 
 
@@ -154,4 +154,4 @@ def test_small_model_learns_the_real_reviews(pytestconfig: pytest.Config, tmp_pa
         timeout_s=280,
     )
     assert "imdb: 25,000 + 25,000 reviews; " in result.stdout
-    assert end_record(tmp_path / "log")["test_accuracy"] > 0.75
+    assert end_record(tmp_path / "log")["val_accuracy"] > 0.75

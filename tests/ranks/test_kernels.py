@@ -42,7 +42,7 @@ def train(backend: str, *, channels_last: bool) -> tuple[int, dict[str, Any]]:
         history = trainer.fit(network, optimizer, nn.functional.cross_entropy, data, data)
     return trainer.world.rank, {
         "weights": digest({name: tensor.contiguous() for name, tensor in network.state_dict().items()}),
-        "losses": [record["test_loss"] for record in history.epochs],
+        "losses": [record["val_loss"] for record in history.epochs],
         "strides": network[0].weight.stride(),
     }
 

@@ -49,19 +49,19 @@ def test_max_steps_ends_a_run_that_resumes_exactly(tmp_path: Path, backend: str)
 def test_until_ends_a_run_at_its_target(tmp_path: Path) -> None:
     """The same command then has nothing left to do; one with a higher target trains on."""
     options = ("--epochs", "30", "--resume", "auto", "--until")
-    said = train(tmp_path, *options, "test_accuracy=0.8", backend="horovod")
-    assert "until    test_accuracy=0.8: reached, with 0.8" in said
-    found = [line["test_accuracy"] for line in records(tmp_path) if line["event"] == "epoch"]
+    said = train(tmp_path, *options, "val_accuracy=0.8", backend="horovod")
+    assert "until    val_accuracy=0.8: reached, with 0.8" in said
+    found = [line["val_accuracy"] for line in records(tmp_path) if line["event"] == "epoch"]
     assert [accuracy >= 0.8 for accuracy in found] == [False] * (len(found) - 1) + [True]
-    assert "done: nothing left to train" in train(tmp_path, *options, "test_accuracy=0.8")
-    more = train(tmp_path, *options, "test_loss=0", "--epochs", str(len(found) + 1))
-    assert re.search(r"until    test_loss=0: not reached, with 0\.\d+$", more, re.MULTILINE)
+    assert "done: nothing left to train" in train(tmp_path, *options, "val_accuracy=0.8")
+    more = train(tmp_path, *options, "val_loss=0", "--epochs", str(len(found) + 1))
+    assert re.search(r"until    val_loss=0: not reached, with 0\.\d+$", more, re.MULTILINE)
     assert [line["epoch"] for line in records(tmp_path) if line["event"] == "epoch"][-1] == len(found) + 1
 
 
 def test_until_reports_the_figure_of_an_unfinished_epoch(tmp_path: Path) -> None:
-    said = train(tmp_path, "--max-steps", "4", "--until", "test_accuracy=0.999")
-    assert re.search(r"until    test_accuracy=0.999: not reached, with 0\.\d+$", said, re.MULTILINE)
+    said = train(tmp_path, "--max-steps", "4", "--until", "val_accuracy=0.999")
+    assert re.search(r"until    val_accuracy=0.999: not reached, with 0\.\d+$", said, re.MULTILINE)
 
 
 def test_until_refuses_an_unknown_figure(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_until_refuses_an_unknown_figure(tmp_path: Path) -> None:
         QUICKEST, 2, ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--until", "accuracy=0.9"], check=False
     )
     assert result.returncode == 2
-    known = "test_accuracy, test_loss, train_accuracy, train_loss"
+    known = "val_accuracy, val_loss, train_accuracy, train_loss"
     assert f"--until accuracy=0.9: this job has no accuracy, but {known}" in result.stderr
 
 
@@ -110,7 +110,7 @@ def test_steps_of_every_rank_are_recorded(tmp_path: Path, backend: str) -> None:
     figures = read_figures(tmp_path, 2, 0)
     assert figures is not None
     assert figures["work"]["on_trainer"]
-    assert figures["test_accuracy"] == records(tmp_path / "own")[-1]["test_accuracy"]
+    assert figures["val_accuracy"] == records(tmp_path / "own")[-1]["val_accuracy"]
 
 
 def test_a_small_first_step_is_counted(tmp_path: Path) -> None:

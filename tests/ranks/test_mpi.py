@@ -64,7 +64,7 @@ def test_four_ranks_train_the_same_bits_where_they_are_reproducible(
 def test_other_trainings_end(on_mpi: dict[str, str], options: str) -> None:
     said = run(on_mpi, 4, *options.split()).stdout
     assert "on MPI" in said
-    assert "test accuracy" in said
+    assert "val accuracy" in said
 
 
 @pytest.mark.parametrize(

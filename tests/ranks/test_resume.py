@@ -196,7 +196,7 @@ def test_killed_job_resumes_with_the_same_bits(
     assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
     if resumed != undisturbed:
         return  # their figures are summed in another order
-    same = ("event", "step", "epoch", "samples", "lr", "train_loss", "train_accuracy", "test_loss")
+    same = ("event", "step", "epoch", "samples", "lr", "train_loss", "train_accuracy", "val_loss")
     for mine, theirs in zip(lines(whole), lines(parts), strict=True):
         assert [mine.get(key) for key in same] == [theirs.get(key) for key in same]
 

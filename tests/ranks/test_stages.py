@@ -119,7 +119,7 @@ def fit(
                     callbacks=[end, StopAfter(stop_after)],
                 )
         state = end.state
-        names = ("train_loss", "train_accuracy", "test_loss", "test_accuracy", "samples", "step")
+        names = ("train_loss", "train_accuracy", "val_loss", "val_accuracy", "samples", "step")
         return {
             "records": [[record[name] for name in names] for record in (history.epochs if history else [])],
             "weights": state[0] if state else None,

@@ -180,7 +180,7 @@ def test_engines_train_the_same_bits(trained: dict[str, list[Any]], kind: str) -
     assert all(run["rates"] == runs[0]["rates"] for run in runs)
     for run in runs:
         for mine, first in zip(run["records"], runs[0]["records"], strict=True):
-            same = ("train_loss", "test_loss", "test_accuracy", "samples", "step", "skipped_steps")
+            same = ("train_loss", "val_loss", "val_accuracy", "samples", "step", "skipped_steps")
             assert [mine[key] for key in same] == [first[key] for key in same]
 
 
@@ -244,7 +244,7 @@ def test_metrics_jsonl_has_all_records(trained: dict[str, list[Any]], folder: Pa
         *(("step", 1, 3), ("epoch", 1, 5), ("step", 2, 6), ("step", 2, 9), ("epoch", 2, 10), ("end", 2, 10)),
     ]
     accounting = {"backend", "launcher", "world_size", "epoch", "step", "samples", "global_batch_size", "lr"}
-    results = {"train_loss", "train_accuracy", "test_loss", "test_accuracy", "samples_per_s"}
+    results = {"train_loss", "train_accuracy", "val_loss", "val_accuracy", "samples_per_s"}
     for line in written:
         assert accounting | {"skipped_steps", "train_loss"} <= set(line)
         assert results <= set(line) or line["event"] == "step"
@@ -289,9 +289,9 @@ def test_run_writes_weights_and_tensorboard(folder: Path) -> None:
     board = EventAccumulator(str(folder / "ddp"))
     board.Reload()
     tags = set(board.Tags()["scalars"])
-    assert {"train/loss", "train/accuracy", "test/loss", "test/accuracy", "lr", "step/train/loss"} <= tags
-    written = [line["test_loss"] for line in lines(folder / "ddp", "epoch")]
-    assert [event.value for event in board.Scalars("test/loss")] == pytest.approx(written)
+    assert {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr", "step/train/loss"} <= tags
+    written = [line["val_loss"] for line in lines(folder / "ddp", "epoch")]
+    assert [event.value for event in board.Scalars("val/loss")] == pytest.approx(written)
 
 
 def test_run_without_tensorboard_names_what_to_type(
@@ -330,7 +330,7 @@ def test_default_job_learns_the_digits_that_stand_in_for_mnist(tmp_path: Path) -
     offline = {"XDG_CACHE_HOME": str(tmp_path), "https_proxy": "http://127.0.0.1:9"}
     result = launch(QUICKEST, 4, ["-m", "hvd_trainer.mnist", "--backend", "ddp"], env=offline)
     assert "No MNIST, so this run trains on 1,438 embedded digits, 12 times each in an epoch" in result.stdout
-    assert float(result.stdout.rpartition("test accuracy ")[2].partition("%")[0]) > 95
+    assert float(result.stdout.rpartition("val accuracy ")[2].partition("%")[0]) > 95
 
 
 @pytest.mark.parametrize(
@@ -363,13 +363,13 @@ def test_output_in_a_pipe_is_plain_lines(tmp_path: Path) -> None:
         "world    2 ranks on 1 node, started by torchrun; CPU, 1 thread each",
         "64 x 2 ranks x 1 pass = 128 per step, 12 steps per epoch",
         "lr 0.00565685 (scaled: sqrt, x 1.41421)",
-        "data     digits: 1,438 samples to train on, 359 to test on",
+        "data     digits: 1,438 samples to train on, 359 to validate on",
         f"done: 24 steps in {text.rpartition(' steps in ')[2]}".splitlines()[0],
         f"weights and metrics in {tmp_path}",
     ):
         assert words in text
     last = lines(tmp_path)[-1]
-    assert f"test loss {last['test_loss']:.5f} accuracy {last['test_accuracy']:.2%}" in out[-2]
+    assert f"val loss {last['val_loss']:.5f} accuracy {last['val_accuracy']:.2%}" in out[-2]
     assert "it/s" not in result.stderr
     assert "samples/s" not in result.stderr, "no bar in a pipe"
     conv_net().load_state_dict(load_file(tmp_path / "model.safetensors"))

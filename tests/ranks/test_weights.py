@@ -117,7 +117,7 @@ def train(backend: str, data: Any = None, dtype: torch.dtype = torch.float64, **
         weight=lambda batch: 0.1 * words_in(batch).double(),
         callbacks=[end],
     )
-    names = ("train_loss", "train_hits", "train_short", "test_loss", "test_hits", "test_short")
+    names = ("train_loss", "train_hits", "train_short", "val_loss", "val_hits", "val_short")
     return {"figures": [history.end[name] for name in names], "weights": end.weights, "record": history.end}
 
 

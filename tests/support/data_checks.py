@@ -1,4 +1,4 @@
-"""Report from every rank which samples it received; `test_data.py` compares the ranks."""
+"""Report from every rank which samples it received; `val_data.py` compares the ranks."""
 
 from __future__ import annotations
 

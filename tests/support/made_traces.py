@@ -80,7 +80,7 @@ def make_line(rank: int, ranks: int, moment: Moment) -> dict[str, Any]:
         line |= {"copy": rank, "copies": ranks, "stride": 1, "shapes": shapes, "settings": settings}
         return line | {"sliced": [], "dropout": [], "batch_norm": []}
     if moment.name == "evaluation":
-        return line | {"figures": {"test_loss": 0.5, "test_accuracy": 0.75}}
+        return line | {"figures": {"val_loss": 0.5, "val_accuracy": 0.75}}
     # Of each step of 8, rank r of n takes every n-th sample.
     samples = [
         f"x{number}-y{number % 4}" for number in range((moment.step - 1) * 8 + rank, moment.step * 8, ranks)

@@ -151,7 +151,7 @@ def run(
                 callbacks=[StopAfter(stop_after)],
             )
         rank = trainer.world.rank
-        figures = ("train_loss", "train_accuracy", "test_loss", "test_accuracy", "step", "samples", "lr")
+        figures = ("train_loss", "train_accuracy", "val_loss", "val_accuracy", "step", "samples", "lr")
         return {
             "rank": rank,
             "weights": {name: tensor.clone() for name, tensor in model.state_dict().items()},

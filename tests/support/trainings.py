@@ -24,12 +24,12 @@ def options_of(backend: str = "single", **chosen: Any) -> TrainerOptions:
     return TrainerOptions(**groups)
 
 
-def fit(options: TrainerOptions, model: nn.Module, train_data: Any, test_data: Any = None, **how: Any) -> History:
+def fit(options: TrainerOptions, model: nn.Module, train_data: Any, val_data: Any = None, **how: Any) -> History:
     """Train a model, by SGD and with cross-entropy unless `how` has others; return the history."""
     how.setdefault("loss", nn.functional.cross_entropy)
     how.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
     with Trainer(options) as trainer:
-        return trainer.fit(model, train_data=train_data, test_data=test_data, **how)
+        return trainer.fit(model, train_data=train_data, val_data=val_data, **how)
 
 
 def signs(num: int) -> TensorData:

@@ -50,8 +50,8 @@ TABLES: dict[str, Sequence[tuple[str, str, Callable[[Any], str]]]] = {
         ("train loss", "train_loss", "{:.6f}".format),
         ("last loss", "last_loss", "{:.6f}".format),
         ("to the first", "loss_to_first", lambda off: "same bits" if off == 0 else f"{off:+.1e}"),
-        ("test loss", "test_loss", "{:.6f}".format),
-        ("accuracy", "test_accuracy", percent),
+        ("val loss", "val_loss", "{:.6f}".format),
+        ("accuracy", "val_accuracy", percent),
         ("weights", "weights", lambda text: text[:12]),
     ),
 }

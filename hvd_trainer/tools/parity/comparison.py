@@ -143,7 +143,7 @@ class _MomentComparison:
         limit = self.limit("loss")
         if not self.allowed.exact:
             # One sample that changes its predicted class changes an accuracy by more than any rounding.
-            figures = [{name: value for name, value in side.items() if name == "test_loss"} for side in figures]
+            figures = [{name: value for name, value in side.items() if name == "val_loss"} for side in figures]
         elif self.one.size != self.other.size:
             limit = MAX_EVALUATION_ROUNDING
         yield from self._compare_named("evaluation", figures, limit)

@@ -257,10 +257,10 @@ def test_check_reports_all_mistakes_at_once() -> None:
         ("--compile-mode max-autotune", "--compile-mode max-autotune says how to compile: add --compile"),
         (
             "--until 0.99",
-            "--until is a figure and its value, such as test_accuracy=0.99 or test_loss=0.05, not '0.99'",
+            "--until is a figure and its value, such as val_accuracy=0.99 or val_loss=0.05, not '0.99'",
         ),
-        ("--until test_accuracy=99%", "such as test_accuracy=0.99"),
-        ("--until test_loss<0.1", "such as test_accuracy=0.99 or test_loss=0.05, not 'test_loss<0.1'"),
+        ("--until val_accuracy=99%", "such as val_accuracy=0.99"),
+        ("--until val_loss<0.1", "such as val_accuracy=0.99 or val_loss=0.05, not 'val_loss<0.1'"),
     ],
 )
 def test_conflicting_options_are_refused(args: str, words: str) -> None:
@@ -271,7 +271,7 @@ def test_conflicting_options_are_refused(args: str, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "reached", "missed"),
-    [("test_loss=0.5", (0.5, 0.1), (0.51, math.nan)), ("test_accuracy=0.5", (0.5, 0.9), (0.49, math.nan))],
+    [("val_loss=0.5", (0.5, 0.1), (0.51, math.nan)), ("val_accuracy=0.5", (0.5, 0.9), (0.49, math.nan))],
 )
 def test_until_is_reached_at_its_value(text: str, reached: Sequence[float], missed: Sequence[float]) -> None:
     condition = StopCondition.parse(text)
@@ -284,8 +284,8 @@ def test_until_is_reached_at_its_value(text: str, reached: Sequence[float], miss
 
 def test_a_tool_that_wants_steps_overrides_until(tmp_path: Path) -> None:
     """With --until typed or in YAML, a measured job ended after its first good epoch and made too few steps."""
-    (tmp_path / "job.yaml").write_text("until: test_loss=9\n")
-    options = parse(MnistOptions, ["--config", str(tmp_path / "job.yaml"), "--until", "test_loss=10"])
+    (tmp_path / "job.yaml").write_text("until: val_loss=9\n")
+    options = parse(MnistOptions, ["--config", str(tmp_path / "job.yaml"), "--until", "val_loss=10"])
     train = obey(Message(log_dir="", max_steps=7, endless=True), options).train
     assert (train.until, train.max_steps) == (None, 7)
 

@@ -169,13 +169,13 @@ def test_tensor_dataset_list_and_stream_train_alike() -> None:
     losses = []
     for data in kinds:
         torch.manual_seed(0)
-        losses.append(fit(data, data)[0]["test_loss"])
+        losses.append(fit(data, data)[0]["val_loss"])
     assert losses[0] == losses[1] == losses[2]
     assert fit([(x.float(), y) for x, y in Stream(8)], Stream(8), model=ToFloat())[0]["samples"] == 8
     losses.clear()
     for kind in (Stream, Batches):
         torch.manual_seed(0)
-        losses.append(fit(kind(8), kind(8), model=ToFloat())[0]["test_loss"])
+        losses.append(fit(kind(8), kind(8), model=ToFloat())[0]["val_loss"])
     assert losses[0] == losses[1]
 
 
@@ -272,7 +272,7 @@ def test_batch_norm_on_one_sample_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         fit(numbers(9), model=model)
-    assert fit(numbers(8), numbers(1), model=model)[0]["test_loss"] >= 0
+    assert fit(numbers(8), numbers(1), model=model)[0]["val_loss"] >= 0
 
 
 FORK_SERVER = """

@@ -125,7 +125,7 @@ def test_small_data_stay_on_the_accelerator(free: int, sent: bool, gpu: StandIn)
         (False, False, "; all in the GPU's memory"),
         (False, None, "; all in the GPU's memory"),
         (True, False, "; those to train on are sent from the host"),
-        (True, True, "; those to train on and to test on are sent from the host"),
+        (True, True, "; those to train on and to validate on are sent from the host"),
     ],
 )
 @pytest.mark.usefixtures("gpu")
@@ -133,14 +133,14 @@ def test_summary_says_where_the_data_are(train: bool, test: bool | None, said: s
     def loader(sent: bool | None) -> Any:
         return None if sent is None else SimpleNamespace(name="digits", num_samples=20, is_sent=sent)
 
-    trainer: Any = SimpleNamespace(device=DEVICE, train_loader=loader(train), test_loader=loader(test))
-    assert summary._data(trainer).endswith(f"to test on{said}")
+    trainer: Any = SimpleNamespace(device=DEVICE, train_loader=loader(train), val_loader=loader(test))
+    assert summary._data(trainer).endswith(f"to validate on{said}")
 
 
 def test_summary_on_a_cpu_omits_where_data_are() -> None:
     loader: Any = SimpleNamespace(name="digits", num_samples=20, is_sent=False)
-    trainer: Any = SimpleNamespace(device=torch.device("cpu"), train_loader=loader, test_loader=None)
-    assert summary._data(trainer) == "digits: 20 samples to train on, none to test on"
+    trainer: Any = SimpleNamespace(device=torch.device("cpu"), train_loader=loader, val_loader=None)
+    assert summary._data(trainer) == "digits: 20 samples to train on, none to validate on"
 
 
 def test_stream_agreement_uses_no_accelerator() -> None:

@@ -32,13 +32,13 @@ def test_wandb_gets_options_and_figures(tmp_path: Path) -> None:
     train("wandb", tmp_path, WANDB_MODE="offline", WANDB_SILENT="true")
     (kept,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     written = kept.read_bytes()
-    for name in (b"hidden", b"step/train_loss", b"epoch/test_mae", b"end/peak_memory_mb"):
+    for name in (b"hidden", b"step/train_loss", b"epoch/val_mae", b"end/peak_memory_mb"):
         assert name in written
 
 
 def test_mlflow_gets_options_and_figures(tmp_path: Path) -> None:
     train("mlflow", tmp_path, MLFLOW_TRACKING_URI=(tmp_path / "store").as_uri(), MLFLOW_ALLOW_FILE_STORE="true")
-    (loss,) = tmp_path.glob("store/*/*/metrics/epoch/test_loss")
+    (loss,) = tmp_path.glob("store/*/*/metrics/epoch/val_loss")
     assert [line.split()[2] for line in loss.read_text().splitlines()] == ["40", "80"]
     assert (loss.parents[2] / "params" / "hidden").read_text() == "64"
     assert "status: 3" in (loss.parents[2] / "meta.yaml").read_text(), "it has not ended"

@@ -79,7 +79,7 @@ def write_runs(folder: Path) -> Path:
                 event = "epoch" if step % 5 == 0 else "step"
                 figures = {
                     "train_loss": 1 / (step + number),
-                    "test_loss": 1.5 / step,
+                    "val_loss": 1.5 / step,
                     "samples_per_s": 90.0 + step,
                 }
                 lines.write(json.dumps({"event": event, **known, **at, **figures}) + "\n")
@@ -157,7 +157,7 @@ def test_runs_are_shown_with_what_happened(written: dict[str, Path], capsys: pyt
     page = written["show"].read_text()
     for text in (">loss<", ">samples per second<", ">learning rate<", "> restart<", "Options that differ"):
         assert text in page
-    assert "first: 10 steps, test loss 0.15, train loss 0.1." in page
+    assert "first: 10 steps, train loss 0.1, val loss 0.15." in page
     assert "started_at" not in page
     assert main(["show", str(written["show"].parent / "third")]) == 2
     assert "third has no metrics.jsonl" in capsys.readouterr().err

@@ -58,7 +58,7 @@ def rate_by_rank(rank: int, line: dict[str, Any], values: Any) -> None:
 
 
 OTHER_DECAY = {"momentum": "0.9", "weight_decay": "0.1"}
-OTHER_ACCURACY = {"test_loss": 0.5, "test_accuracy": 0.7}
+OTHER_ACCURACY = {"val_loss": 0.5, "val_accuracy": 0.7}
 APART = combine(multiply(1.5, *ALL, only=0), multiply(0.5, *ALL, only=1))
 SUMMED = combine(multiply(2, *ALL), set_line(grad_norm=4.0))
 CASES: list[tuple[str, Change, str, str]] = [
