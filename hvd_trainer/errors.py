@@ -33,6 +33,10 @@ class NonFiniteError(UserError):
     """A loss or a gradient became infinite or not a number."""
 
 
+class ReplicasDifferError(UserError):
+    """The ranks no longer train copies of one model."""
+
+
 class PreemptedError(UserError):
     """The job was asked to stop by a signal: it has saved, and resumes with --resume auto."""
 

@@ -23,17 +23,22 @@ from torch.optim import Optimizer
 
 from hvd_trainer.backends import process_group
 from hvd_trainer.backends.buckets import Reducer
+from hvd_trainer.backends.buffers import other_buffers_of, statistics_of
 from hvd_trainer.backends.collectives import Collectives
+from hvd_trainer.backends.connection import Connection, parameter_names
 from hvd_trainer.backends.engine import Engine
 from hvd_trainer.backends.exchange_monitor import ExchangeMonitor
-from hvd_trainer.backends.model_sync import synchronize
+from hvd_trainer.backends.model_sync import check_same_model, synchronize
 from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
+from hvd_trainer.backends.unused_parameters import check_unused
 from hvd_trainer.config.checks import flag, range_errors, refuse, switch
 from hvd_trainer.config.options import EngineOptions
+from hvd_trainer.errors import BackendError
 from hvd_trainer.faults.activity import COLLECTIVE, Activity
 from hvd_trainer.launch.world import World
 from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.digest import digest
 from hvd_trainer.utils.tensors import parameters_of
 
 if TYPE_CHECKING:
@@ -87,6 +92,7 @@ class Backend(Engine, ABC):
         self.replica_groups = [[*range(session.world.size)]]
         self._grouping = grouping
         self._reducer: Reducer | None = None
+        self._connection: Connection | None = None
         self._parameter_names: dict[Tensor, str] = {}
         self._exchange_monitor: ExchangeMonitor | None = None
 
@@ -215,18 +221,83 @@ class Backend(Engine, ABC):
             convert_sync_batch_norm(model, self.collectives)
         synchronize(self.collectives, model, optimizer)
         self._broadcast_tensors([*model.parameters(), *model.buffers()])
-        self.set_parameter_names(model)
+        self.set_parameter_names(model, optimizer)
+
+        def connect() -> nn.Module:
+            self._check_model(model)
+            model.to(self.device)
+            return self._connect_model(model) if exchange else model
+
+        return self._connect(model, connect) or model, optimizer
+
+    def _connect(self, module: nn.Module, connect: Callable[[], nn.Module | None]) -> nn.Module | None:
+        """Connect a module's gradient exchange, as `Connection` does, instead of that of an earlier one."""
         self._disconnect()
-        if not exchange:
-            return model, optimizer
+        self._connection = Connection(module, connect)
         with self.activity.waiting():
-            return self._connect_model(model, optimizer), optimizer
+            return self._connection.connect()
+
+    def follow_changes(self, train_model: nn.Module, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+        """Connect the exchange again if a callback has changed what is trained. A collective then.
+
+        New parameters and buffers are moved to the device, and become those of rank 0.
+
+        Args:
+            train_model: the module that is called in training.
+            model: all that is trained, as given to `prepare`, or of which a stage was given to `prepare_stage`.
+
+        Returns:
+            The module to call from now on.
+
+        Raises:
+            BackendError: ranks have different models now, or the optimizer updates what the model does not have.
+        """
+        self.set_parameter_names(model, optimizer)
+        connection = self._connection
+        if connection is None:
+            return train_model
+        if lacking := connection.lacks(model):
+            raise BackendError(
+                f"{lacking[0]} was put into the model after the start, and blocks that are called one by one are "
+                "those of the start: leave out --activation-checkpointing or what cuts the model, or begin "
+                "another fit"
+            )
+        if not connection.has_changed:
+            return train_model
+        check_same_model(self.collectives, model)
+        new = connection.new_tensors()
+        self._disconnect()
+        with self.activity.waiting():
+            to_call = connection.connect() or train_model
+        self._broadcast_tensors(new)
+        return to_call
+
+    def follow_freezing(self, train_model: nn.Module, outputs: Any) -> nn.Module:
+        """Connect the exchange again if the forward pass has frozen or unfrozen parameters, before its backward.
+
+        Args:
+            train_model: the module that is called in training.
+            outputs: what it has returned.
+
+        Returns:
+            The module to call from now on.
+        """
+        connection = self._connection
+        if connection is None or connection.is_frozen_as_before:
+            return train_model
+        self._disconnect()
+        to_call = connection.connect() or train_model
+        self._expect_backward(to_call, outputs)
+        return to_call
+
+    def _expect_backward(self, train_model: nn.Module, outputs: Any) -> None:  # noqa: B027  most have hooks only
+        """Prepare an exchange that was connected after the forward pass for the backward pass."""
 
     def _check_model(self, model: nn.Module) -> None:  # noqa: B027  an engine may take any
         """Raise BackendError or OptionError if the engine cannot exchange a model's gradients."""
 
     @abstractmethod
-    def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+    def _connect_model(self, model: nn.Module) -> nn.Module:
         """Average the gradients of a whole model over all ranks from now on; return the module to call."""
 
     def _disconnect(self) -> None:
@@ -247,9 +318,8 @@ class Backend(Engine, ABC):
             exchange: whether the engine averages the gradients.
         """
         self._broadcast_tensors([*stage.parameters(), *stage.buffers()])
-        self._disconnect()
-        if exchange and len(self.replica_group) > 1:
-            self._connect_stage(stage, passes)
+        exchange = exchange and len(self.replica_group) > 1
+        self._connect(stage, lambda: self._connect_stage(stage, passes) if exchange else None)
 
     def _broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Give tensors the values that they have on the replica group's first rank."""
@@ -274,9 +344,21 @@ class Backend(Engine, ABC):
                 if part.data_ptr() != tensor.data_ptr():
                     tensor.copy_(part.view(tensor.dtype).view_as(tensor))
 
-    def set_parameter_names(self, model: nn.Module) -> None:
-        """Learn the names of parameters for error messages; again after a model's parameters are replaced."""
-        self._parameter_names = {p: name for name, p in model.named_parameters()}
+    def set_parameter_names(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Learn the names of parameters for error messages; again after a model's parameters are replaced.
+
+        Raises:
+            BackendError: the optimizer updates a parameter that the model does not have.
+        """
+        self._parameter_names = parameter_names(model, optimizer, self._parameter_names)
+
+    def why_not_exchanged(self, parameter: Tensor) -> str | None:
+        """Return why no gradient of a parameter is exchanged, for an error message; None if it is."""
+        return None if self._connection is None else self._connection.why_without(parameter)
+
+    def check_unused(self, optimizer: Optimizer) -> None:
+        """Raise BackendError if a trained parameter got no gradient in this step, or a frozen one got one."""
+        check_unused(self._parameter_names, optimizer)
 
     @abstractmethod
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:
@@ -384,36 +466,48 @@ class Backend(Engine, ABC):
         with self.activity.waiting():
             return tensor.tolist()
 
-    def average_buffers(self, model: nn.Module) -> None:
-        """Make batch-norm statistics and other buffers equal on all ranks, the same way on both engines.
+    def synchronize_buffers(self, model: nn.Module) -> None:
+        """Make the buffers of a model equal on all ranks, as `buffers` says, in the same way on both engines.
 
-        Neither engine's own rule serves (Horovod never synchronises buffers, DDP sends rank 0's in each
-        forward): here each rank keeps its own while training, and before they are used (evaluation, saving)
-        floating-point buffers become their mean over ranks. Integer buffers count steps and are equal already.
+        Neither engine's own rule serves: Horovod never synchronises buffers, and DDP sends rank 0's in each
+        forward.
         """
         means = self.mean_buffers(model)
-        for name, buffer in model.named_buffers():
+        for name, buffer in statistics_of(model).items():
             if name in means:
                 buffer.detach().copy_(means[name])
+        self._broadcast_tensors(list(other_buffers_of(model).values()))
 
     def mean_buffers(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the mean over ranks of each floating-point buffer, by name; the model stays as it is."""
+        """Return the mean over ranks of each statistic, by name; the model stays as it is. A collective."""
         size = len(self.replica_group)
         if size == 1:
             return {}
-        buffers = {
-            name: b
-            for name, b in model.named_buffers()
-            if b.is_floating_point() and b.numel() and not b.is_meta  # of other stages
-        }
+        buffers = statistics_of(model)
         means: dict[str, Tensor] = {}
         for dtype in dict.fromkeys(b.dtype for b in buffers.values()):
             same = {name: b for name, b in buffers.items() if b.dtype == dtype}
             flat = torch.cat([b.detach().reshape(-1) for b in same.values()])
-            flat = self.collectives.sum_over_replicas(flat).div_(size)
-            parts = flat.split([b.numel() for b in same.values()])
+            own = flat.float() if flat.itemsize < 4 else flat  # of 16 bits, the sum could be more than the largest
+            mean = self.collectives.all_reduce(own, replicas=True).div_(size)
+            # The mean of equal numbers can round, and statistics of frozen layers stay as they are.
+            largest, smallest = self.collectives.all_reduce(torch.cat([own, -own]), "max", replicas=True).chunk(2)
+            parts = own.where(largest == -smallest, mean).to(dtype).split([b.numel() for b in same.values()])
             means |= {name: part.view_as(same[name]) for name, part in zip(same, parts, strict=True)}
         return means
+
+    def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of tensors whose bits differ on the ranks of the replica group. A collective."""
+        if len(self.replica_group) == 1 or not tensors:
+            return []
+        same = self.are_equal(torch.stack([digest([tensor]).to(self.device) for tensor in tensors.values()]))
+        return [name for name, is_same in zip(tensors, self.read(same.all(1)), strict=True) if not is_same]
+
+    def are_equal(self, numbers: Tensor) -> Tensor:
+        """Return which of some integers are the same on all ranks of the replica group: bool, in their shape."""
+        # The complement, because the negative of the smallest is itself.
+        largest = self.collectives.all_reduce(torch.stack([numbers, ~numbers]), "max", replicas=True)
+        return largest[0] == ~largest[1]
 
 
 def _pack(tensors: list[Tensor]) -> Tensor:

@@ -57,10 +57,14 @@ class Collectives(ABC):
         """Return a context in which the monitor sees that this rank waits for others."""
         return self._session.activity.waiting()
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        """Combine a tensor (any shape, same on all ranks) over ranks into a new tensor, equal on all ranks."""
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, replicas: bool = False) -> Tensor:
+        """Combine a tensor (any shape, same on all ranks) over ranks into a new tensor, equal on all ranks.
+
+        Args:
+            replicas: over this rank's replica group instead of all ranks.
+        """
         with self._waiting():
-            return self._all_reduce(tensor, op)
+            return self._all_reduce(tensor, op, replicas=replicas)
 
     def all_reduce_numbers(self, values: Sequence[float], op: ReduceOp = "sum") -> list[float]:
         """Combine numbers over ranks: host to host, whatever the device is doing."""
@@ -146,11 +150,6 @@ class Collectives(ABC):
         Args:
             pairs: each tensor with the rank that sends it.
         """
-
-    def sum_over_replicas(self, tensor: Tensor) -> Tensor:
-        """Return the sum over this rank's replica group, as a new tensor."""
-        with self._waiting():
-            return self._all_reduce(tensor, "sum", replicas=True)
 
     def barrier(self) -> None:
         """Wait until all ranks have called it and their devices have done what was queued before."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from hvd_trainer.backends.single import SingleBackend
 from hvd_trainer.errors import BackendError
@@ -37,5 +36,5 @@ class DataParallelBackend(SingleBackend):
                 f"{'none' if accelerator.is_host(self.device) else self.num_replicas}. Type: --backend single"
             )
 
-    def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+    def _connect_model(self, model: nn.Module) -> nn.Module:
         return nn.DataParallel(model)

@@ -20,10 +20,10 @@ from hvd_trainer.backends.buckets import BucketReducer
 from hvd_trainer.backends.ddp_collectives import DDPBucketExchange, DDPCollectives
 from hvd_trainer.backends.ddp_layout import FinalLayout
 from hvd_trainer.backends.session import Session
-from hvd_trainer.backends.unused_parameters import check_unused
 from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.faults.activity import COLLECTIVE
 from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.tensors import tensors_in
 
 HOROVOD_ONLY = "only Horovod has it; leave it out or use --backend horovod"
 # torch 2.15 renamed the option; the old name still works there, with a warning in every rank.
@@ -113,10 +113,6 @@ class DDPBackend(Backend):
             # A rank that closed its connections while another still reduces would make that one fail.
             self.collectives.barrier()
         self._disconnect()
-        # The group's threads end when it is freed, and the caller may still hold the DDP module, which holds it.
-        if self._ddp is not None:
-            del self._ddp.reducer, self._ddp.logger, self._ddp.process_group
-            self._ddp = None
         self.collectives.replica_process_group = None
         process_group.stop(at_once=not wait and self.uses_nccl)
 
@@ -133,7 +129,7 @@ class DDPBackend(Backend):
             passes=passes,
         )
 
-    def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+    def _connect_model(self, model: nn.Module) -> nn.Module:
         # Buffers: see Backend.average_buffers.
         kwargs: dict[str, Any] = {BUFFERS_IN_FORWARD: False, "gradient_as_bucket_view": True, **self._ddp_kwargs}
         ddp = FinalLayout(
@@ -157,6 +153,17 @@ class DDPBackend(Backend):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        # The reducer's hooks, and the threads of its group, end when they are freed; and the caller may still hold
+        # the DDP module, which holds them.
+        if self._ddp is not None:
+            del self._ddp.reducer, self._ddp.logger, self._ddp.process_group
+            self._ddp = None
+
+    def _expect_backward(self, train_model: nn.Module, outputs: Any) -> None:
+        # As DDP does at the end of its forward, which had another reducer.
+        if isinstance(train_model, DistributedDataParallel):
+            finds = train_model.find_unused_parameters
+            train_model.reducer.prepare_for_backward(list(tensors_in(outputs)) if finds else [])
 
     def _compress(self, ddp: DistributedDataParallel) -> None:
         if self.options.compression == "none":
@@ -179,6 +186,6 @@ class DDPBackend(Backend):
 
     def _finish_exchange(self, optimizer: Optimizer) -> None:
         if not self.options.find_unused_parameters:
-            check_unused(self._parameter_names, optimizer)
+            self.check_unused(optimizer)
         if self._reducer is not None:
             self._reducer.finish()

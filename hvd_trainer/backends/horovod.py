@@ -34,7 +34,7 @@ from hvd_trainer.backends.horovod_start import (
     serve_horovod,
     tuning,
 )
-from hvd_trainer.backends.unused_parameters import check_unused, unused_everywhere
+from hvd_trainer.backends.unused_parameters import unused_everywhere
 from hvd_trainer.errors import BackendError
 from hvd_trainer.rendezvous.ranks import check_world
 from hvd_trainer.utils import accelerator
@@ -204,7 +204,7 @@ class HorovodBackend(Backend):
     def _compression(self) -> Any:
         return getattr(self._hvd.Compression, self.options.compression)
 
-    def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+    def _connect_model(self, model: nn.Module) -> nn.Module:
         if self.world.size > 1:
             self._reducer = self._make_reducer(model)
         return model
@@ -237,7 +237,7 @@ class HorovodBackend(Backend):
         if self._reducer is None:
             return
         if not self.options.find_unused_parameters:
-            check_unused(self._parameter_names, optimizer)
+            self.check_unused(optimizer)
             self._reducer.finish()
             return
         unused = unused_everywhere(optimizer, lambda flags: self.collectives.all_reduce(flags, "max"))

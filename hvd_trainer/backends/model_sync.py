@@ -29,21 +29,34 @@ def synchronize(
     Raises:
         BackendError: the ranks built different models.
     """
-    own: dict[str, Any] = {
-        "tensors": [
-            (name, tuple(t.shape), str(t.dtype)) for name, t in without_extra_state(model.state_dict()).items()
-        ],
-        "optimizer": optimizer.state_dict() if state is None else state,
+    check_same_model(collectives, model)
+    own: dict[str, Any] = optimizer.state_dict() if state is None else dict(state)
+    load_in_place(optimizer, collectives.broadcast_object(own if collectives.world.is_first else {}))
+
+
+def check_same_model(collectives: Collectives, model: nn.Module) -> None:
+    """Check that all ranks have the same model: names, shapes, types, and what is trained. A collective.
+
+    Raises:
+        BackendError: they have not; on all ranks.
+    """
+    frozen = {
+        name for name, parameter in model.named_parameters() if not (parameter.requires_grad or parameter.is_meta)
     }
-    first = collectives.broadcast_object(own if collectives.world.is_first else {})
-    reference, tensors = first["tensors"], own["tensors"]
-    if reference != tensors:
+    own = [
+        (name, tuple(t.shape), str(t.dtype), "frozen" if name in frozen else "")
+        for name, t in without_extra_state(model.state_dict()).items()
+    ]
+    reference = collectives.broadcast_object(own if collectives.world.is_first else [])
+    difference = ""
+    if reference != own:
         difference = next(
-            (f"{b} against {a} on rank 0" for a, b in zip(reference, tensors, strict=False) if a != b),
-            f"{len(tensors)} tensors against {len(reference)} on rank 0",
+            (f"{b} against {a} on rank 0" for a, b in zip(reference, own, strict=False) if a != b),
+            f"{len(own)} tensors against {len(reference)} on rank 0",
         )
-        raise BackendError(
-            f"Rank {collectives.world.rank} built another model than rank 0: {difference}. Build it from the same "
-            f"options on all ranks."
-        )
-    load_in_place(optimizer, first["optimizer"])
+    for rank, text in enumerate(collectives.all_gather_object(difference)):
+        if text:
+            raise BackendError(
+                f"Rank {rank} has another model than rank 0: {text}. Build it from the same options on all ranks, and "
+                "change it alike."
+            )

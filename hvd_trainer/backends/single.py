@@ -55,7 +55,7 @@ class SingleBackend(Backend):
     def _start(self) -> None:
         pass
 
-    def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+    def _connect_model(self, model: nn.Module) -> nn.Module:
         return model
 
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:

@@ -13,19 +13,28 @@ from hvd_trainer.utils.tensors import parameters_of
 
 
 def check_unused(parameter_names: Mapping[Tensor, str], optimizer: Optimizer) -> None:
-    """Raise BackendError if a parameter got no gradient in this step.
+    """Raise BackendError if a trained parameter got no gradient in this step, or a frozen one got one.
 
     Left alone, the engines differ: Horovod makes the gradient zero, so that weight decay and momentum still
-    move the parameter, and DDP stops in the next forward with an error that names nothing.
+    move the parameter, and DDP stops in the next forward with an error that names nothing. The gradient of a
+    parameter that was frozen in the middle of a step would be that of one rank.
     """
-    unused = [p for p in parameters_of(optimizer) if p.grad is None and p.requires_grad]
-    if unused:
-        names = ", ".join(parameter_names.get(p, "?") for p in unused[:5])
+    wrong = [p for p in parameters_of(optimizer) if (p.grad is None) == p.requires_grad]
+    if not wrong:
+        return
+    frozen = next((p for p in wrong if p.grad is not None), None)
+    if frozen is not None:
         raise BackendError(
-            f"{len(unused)} {'parameter' if len(unused) == 1 else 'parameters'} got no gradient in this step "
-            f"({names}{', ...' if len(unused) > 5 else ''}). Freeze them with requires_grad_(False); or, where "
-            f"other steps use them, add --find-unused-parameters, for which each rank needs the whole model."
+            f"{parameter_names.get(frozen, '?')} was frozen in the middle of a step, after it had got a gradient, "
+            "which no rank has sent to the others. Freeze and unfreeze between steps, or before the first use in "
+            "forward."
         )
+    names = ", ".join(parameter_names.get(p, "?") for p in wrong[:5])
+    raise BackendError(
+        f"{len(wrong)} {'parameter' if len(wrong) == 1 else 'parameters'} got no gradient in this step "
+        f"({names}{', ...' if len(wrong) > 5 else ''}). Freeze them with requires_grad_(False); or, where "
+        f"other steps use them, add --find-unused-parameters, for which each rank needs the whole model."
+    )
 
 
 def unused_everywhere(optimizer: Optimizer, all_reduce_max: Callable[[Tensor], Tensor]) -> list[Tensor]:

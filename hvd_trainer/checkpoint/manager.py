@@ -256,12 +256,16 @@ class CheckpointManager:
         """Save where the run ends inside an epoch, so that a later run can resume there. A collective."""
         if self.is_enabled and self._writer.is_due_after_epoch(self.progress.epoch, last=True):
             self._save(meter, to_disk=True)
+        else:
+            self.before_save()
 
     def after_epoch(self, record: Mapping[str, Any], *, last: bool) -> None:
         """Save between epochs if the epoch's number asks for it. A collective."""
         to_disk = self.is_enabled and self._writer.is_due_after_epoch(self.progress.epoch, last=last)
         if to_disk or self.backend.session.driver is not None:
             self._save(None, record, to_disk=to_disk)
+        else:
+            self.before_save()  # what a later save would find, told as early
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written.

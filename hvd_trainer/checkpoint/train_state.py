@@ -2,8 +2,9 @@
 
 State that is equal on all ranks is kept once; state that differs is kept per rank:
 
-    model optimizer scheduler scaler progress      rank 0's; batch-norm statistics as their mean
+    model loss optimizer scheduler scaler progress rank 0's; batch-norm statistics as their mean
                                                    if ranks have shards or stages, of these what each has
+    frozen                                         names of the parameters that are not trained
     data                                           seed and size of the data set: they set the order of its samples
     ranks: random, metrics, buffers                on another number of ranks random numbers are seeded again,
                                                    metrics are added up, and buffers start from their mean
@@ -70,7 +71,7 @@ class TrainState:
     """the bare module"""
     progress: Progress
     others: Mapping[str, Stateful]
-    """optimizer, scheduler and scaler by these names, as far as the run has them"""
+    """optimizer, scheduler, scaler and loss by these names, as far as the run has them"""
     data: Mapping[str, Any]
     """seed and number of samples of the training set"""
     parts: ModelShards
@@ -88,14 +89,14 @@ class TrainState:
 
         The meter is that of the running epoch; None between epochs.
         """
-        # At an epoch's end evaluation has made buffers equal, and a mean of equal numbers could round.
+        # At an epoch's end evaluation has made buffers equal.
         differ = meter is not None and not self.reproducible
         means = self.backend.mean_buffers(self.model) if differ else {}
         of_rank: dict[str, Any] = {"random": rng_state(self.backend.device)}
         if meter is not None:
             of_rank["metrics"] = meter.state_dict()
-            own = dict(self.model.named_buffers())
-            of_rank["buffers"] = {name: own[name] for name in means}
+            own = self._buffers()
+            of_rank["buffers"] = {name: own[name] for name in self.backend.differing(own)} if differ else {}
         ranks = self.backend.collectives.all_gather_object(of_rank)
         model = {name: means.get(name, value) for name, value in state_on_this_stage(self.model).items()}
         others = {name: part.state_dict() for name, part in self.others.items()}
@@ -112,10 +113,26 @@ class TrainState:
             "progress": self.progress.state_dict(),
             "data": dict(self.data),
             "cut": self.parts.cut,
+            "frozen": self._frozen(),
             "kinds": {name: type(part).__name__ for name, part in self.others.items()},
             "ranks": ranks,
             **others,
         }
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers of this rank's part of the model, and of the loss, by name."""
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if not is_on_other_stage(buffer)}
+        loss = self.others.get("loss")
+        if isinstance(loss, nn.Module):
+            buffers |= {f"loss: {name}": buffer for name, buffer in loss.named_buffers()}
+        return buffers
+
+    def _frozen(self) -> list[str]:
+        """Return the names of parameters that are not trained. A collective if the model is in stages."""
+        frozen = [name for name, p in self.model.named_parameters() if not (p.requires_grad or p.is_meta)]
+        if not self.parts.is_sharded:
+            return frozen
+        return sorted({name for names in self.backend.collectives.all_gather_object(frozen) for name in names})
 
     def export(self, folder: Path | None) -> None:
         """Write the weights of the whole model to a folder, which rank 0 alone has. A collective.
@@ -136,7 +153,7 @@ class TrainState:
         Args:
             reader: reads the tensors of model and optimizer into theirs.
             partial: parts that may be missing or different, and are then reset: optimizer, scheduler, scaler,
-                random, data.
+                loss, frozen, random, data.
 
         Returns:
             Lines for the log: what was restored, and what was reset.
@@ -147,7 +164,7 @@ class TrainState:
         """
         try:
             wrong = self._find_mismatches(state, partial)
-            notes = [] if wrong else self._load(state, reader)
+            notes = [] if wrong else self._load(state, reader, partial)
         except UNREADABLE as error:
             wrong = [f"something in it is not what it should be ({type(error).__name__}: {first_line(error)})"]
         if wrong:
@@ -157,10 +174,11 @@ class TrainState:
             )
         return notes
 
-    def _load(self, state: Mapping[str, Any], reader: StateReader) -> list[str]:
+    def _load(self, state: Mapping[str, Any], reader: StateReader, partial: Collection[str]) -> list[str]:
         restored, reset = ["model"], []
         # All names and shapes have been compared.
         self._load_model(state["model"], reader)
+        notes = [] if "frozen" in partial else self._load_frozen(state["frozen"])
         part: Any
         for name, part in self.others.items():
             if self._fits(state, name):
@@ -175,10 +193,19 @@ class TrainState:
         if state["data"] != self.data and self.progress.consumed:
             reset.append("data (the epoch begins again)")
             self.progress.consumed = 0
-        notes = self._load_ranks(state["ranks"], restored, reset)
+        notes += self._load_ranks(state["ranks"], restored, reset)
         lines = [f"restored {', '.join(restored)}"]
         lines += [f"reset: {', '.join(reset)}"] if reset else []
         return [*lines, *notes, *self._note_cut(state.get("cut", []))]
+
+    def _load_frozen(self, saved: Collection[str]) -> list[str]:
+        """Freeze and unfreeze parameters as they were; return a line if that changes what the job has set up."""
+        parameters = {name: p for name, p in self.model.named_parameters() if not p.is_meta}
+        other = [name for name, p in parameters.items() if p.requires_grad == (name in saved)]
+        for name in other:
+            parameters[name].requires_grad_(name not in saved)
+        names = f"{', '.join(other[:3])}{', ...' if len(other) > 3 else ''}"
+        return [f"frozen and unfrozen as it was: {names}"] if other else []
 
     def _note_cut(self, saved: Sequence[int]) -> list[str]:
         """Return a line if the model is cut elsewhere into as many parts, which changes the order of sums."""
@@ -229,9 +256,10 @@ class TrainState:
         if not same and not self.parts.seeds_itself:
             before = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
             notes.append(f"it was saved by {before}: dropout draws other numbers now, and all else continues")
+        buffers = self._buffers()
         for name, buffer in own.get("buffers", {}).items():
-            if not is_on_other_stage(self.model.get_buffer(name)):
-                self.model.get_buffer(name).copy_(buffer)
+            if name in buffers:
+                buffers[name].copy_(buffer)
         gathered = [rank["metrics"] for rank in ranks if "metrics" in rank] if self.progress.consumed else []
         if gathered:
             # On another number of ranks, rank 0 has gathered everything, and the others nothing.
@@ -248,7 +276,7 @@ class TrainState:
 
     def _find_mismatches(self, state: Mapping[str, Any], partial: Collection[str]) -> list[str]:
         """Return one message per difference between a state and this run that `partial` does not allow."""
-        missing = [name for name in ("model", "progress", "data", "kinds", "ranks") if name not in state]
+        missing = [name for name in ("model", "frozen", "progress", "data", "kinds", "ranks") if name not in state]
         if missing:
             return [f"it has no {', '.join(missing)}, so it is not one of ours"]
         Progress().load_state_dict(state["progress"])
@@ -286,8 +314,10 @@ class TrainState:
             check_rng_state(rank["random"])
         if "metrics" in rank:
             check_state(rank["metrics"])
+        buffers = self._buffers()
         for name, buffer in rank.get("buffers", {}).items():
-            if _describe(buffer) != _describe(self.model.get_buffer(name)):
+            own = buffers[name] if name in buffers else self.model.get_buffer(name)
+            if _describe(buffer) != _describe(own):
                 raise ValueError(f"{name} of a rank is {_describe(buffer)}")
 
     def _find_non_numbers(self, state: Mapping[str, Any], name: str) -> list[str]:

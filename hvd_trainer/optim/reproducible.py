@@ -17,8 +17,8 @@ With 2 ranks each has four of the leaves, with 4 ranks two. Logical workers that
 come from EasyScale (SC'23).
 
 Batch norm: each virtual rank normalises by its own batch, as a rank would, and updates the running statistics that
-the step began with. After the step they are the mean over the virtual ranks, so that all ranks have the same
-statistics at all times.
+    the step began with. After the step they are the mean over the virtual ranks, and other buffers are those of
+    virtual rank 0, so that all ranks have the same buffers at all times.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from hvd_trainer.backends import StepResult
-from hvd_trainer.backends.unused_parameters import check_unused
+from hvd_trainer.backends.buffers import statistics_of
 from hvd_trainer.data import Batch, samples_in
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.optim.step import StepParts, TrainStep
@@ -58,8 +58,7 @@ class ReproducibleStep(TrainStep):
         super().__init__(parts)
         self._virtual_ranks, self._seed = virtual_ranks, seed
         self._find_unused = find_unused_parameters
-        self._names: dict[Tensor, str] = {p: name for name, p in parts.train_model.named_parameters()}
-        self._parameters = [p for p in parameters_of(parts.optimizer) if p.requires_grad]
+        self._parameters: list[Tensor] = []
 
     def __call__(self, batches: list[Batch], meter: Meter, prefetch: Callable[[], None]) -> StepResult:
         """Train on the batches of one step, which are sorted by virtual rank."""
@@ -67,15 +66,16 @@ class ReproducibleStep(TrainStep):
         own = self._virtual_ranks // world.size
         passes = len(batches) // own
         shares = self.shares(batches)
-        start = [buffer.clone() for buffer in self._buffers]
+        start = [(buffer, buffer.clone()) for buffer in self.buffers()]
+        self._parameters = [p for p in parameters_of(self.optimizer) if p.requires_grad]
         sums = TreeSum()
         for number in range(own):
             seed_all(derive_seed(self._seed, self.progress.step, world.rank * own + number), self.backend.device)
-            for buffer, value in zip(self._buffers, start, strict=True):
+            for buffer, value in start:
                 buffer.copy_(value)
             for place in range(number * passes, (number + 1) * passes):
                 self.backward(batches[place], shares[place], meter)
-            sums.add(self._flatten())
+            sums.add(self._flatten(is_first=world.is_first and number == 0))
         self.backend.activity.enter("data")
         prefetch()
         self._unflatten([self.backend.collectives.tree_sum(part) for part in sums.total()])
@@ -94,16 +94,25 @@ class ReproducibleStep(TrainStep):
         own = pairwise_sum([part.sum() for part in parts])
         return self.backend.collectives.tree_sum(own.reshape(1))
 
-    def _flatten(self) -> list[Tensor]:
-        """Return a virtual rank's gradients and statistics as one flat tensor per dtype; clears the gradients."""
+    def _flatten(self, *, is_first: bool) -> list[Tensor]:
+        """Return a virtual rank's gradients and buffers as one flat tensor per dtype; clears the gradients.
+
+        Args:
+            is_first: whether it is virtual rank 0, whose buffers the others get, apart from statistics.
+        """
         if not self._find_unused:
-            check_unused(self._names, self.optimizer)
+            self.backend.check_unused(self.optimizer)
         flats = []
-        for parameters, buffers in self._by_type():
+        statistics = set(statistics_of(self.train_model).values())
+        for dtype, parameters, buffers in self._by_type():
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            # The sum over virtual ranks is the mean: division by a power of two is exact.
-            parts += [buffer / self._virtual_ranks for buffer in buffers]
-            flat = [part.detach().reshape(-1) for part in parts]
+            for buffer in buffers:
+                if buffer in statistics:
+                    # The sum over virtual ranks is the mean: division by a power of two is exact.
+                    parts.append(buffer / self._virtual_ranks)
+                else:
+                    parts.append(buffer if is_first else torch.zeros_like(buffer))
+            flat = [part.detach().reshape(-1).to(dtype) for part in parts]
             if self._find_unused:
                 used = [p.grad is not None for p in parameters]
                 flat.append(torch.tensor(used, dtype=flat[0].dtype, device=self.backend.device))
@@ -113,8 +122,8 @@ class ReproducibleStep(TrainStep):
         return flats
 
     def _unflatten(self, sums: list[Tensor]) -> None:
-        """Set gradients and statistics to the sums over all virtual ranks."""
-        for total, (parameters, buffers) in zip(sums, self._by_type(), strict=True):
+        """Set gradients and buffers to the sums over all virtual ranks."""
+        for total, (_, parameters, buffers) in zip(sums, self._by_type(), strict=True):
             tensors = [*parameters, *buffers]
             lengths = [tensor.numel() for tensor in tensors]
             parts = total[: sum(lengths)].split(lengths)
@@ -124,11 +133,15 @@ class ReproducibleStep(TrainStep):
             for buffer, part in zip(buffers, parts[len(parameters) :], strict=True):
                 buffer.copy_(part.view_as(buffer))
 
-    def _by_type(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Yield the trained parameters and the floating-point buffers of one dtype at a time."""
-        buffers = [b for b in self._buffers if b.is_floating_point()]
-        for dtype in dict.fromkeys(tensor.dtype for tensor in [*self._parameters, *buffers]):
-            yield [p for p in self._parameters if p.dtype == dtype], [b for b in buffers if b.dtype == dtype]
+    def _by_type(self) -> Iterator[tuple[torch.dtype, list[Tensor], list[Tensor]]]:
+        """Yield the trained parameters and the buffers of one dtype at a time; booleans are sent as bytes."""
+        kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for place, tensors in enumerate((self._parameters, self.buffers())):
+            for tensor in tensors:
+                dtype = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
+                kinds.setdefault(dtype, ([], []))[place].append(tensor)
+        for dtype, (parameters, buffers) in kinds.items():
+            yield dtype, parameters, buffers
 
 
 class TreeSum:

@@ -26,6 +26,7 @@ from hvd_trainer.backends import Backend, StepResult
 from hvd_trainer.data import Batch, samples_in
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.observe.progress import Progress
+from hvd_trainer.optim.loss_module import is_trained
 from hvd_trainer.optim.non_finite import NonFiniteGuard
 from hvd_trainer.optim.weights import LossFunction, Share, WeightFunction, fractions, mean_loss, weight_of
 from hvd_trainer.utils.tensors import detached
@@ -61,7 +62,7 @@ class StepParts:
     """the module to evaluate, without the engine's wrapper"""
     optimizer: Optimizer
     loss: LossFunction
-    """returns the mean loss of a batch from outputs and targets"""
+    """returns the mean loss of a batch from outputs and targets; a part of `train_model`, if it has parameters"""
     progress: Progress
     """has the number of the step"""
     guard: NonFiniteGuard
@@ -92,7 +93,8 @@ class TrainStep(StepParts):
         self.scaler = torch.amp.GradScaler(self.backend.device.type) if fp16 else None
         self.skips = self.guard.policy == "skip"
         self._precision = mixed_precision(self.backend.device, self.precision)
-        self._buffers = [b for b in self.train_model.buffers() if b.numel()]
+        self._is_last_pass = True
+        self._trains_loss = is_trained(self.loss)
         self._losses: list[Tensor] = []
         self._weights: tuple[Tensor, ...] = ()
         self._uncounted: list[ForwardResult] = []
@@ -106,14 +108,19 @@ class TrainStep(StepParts):
             meter: counts losses and metrics.
             prefetch: called while gradients are exchanged.
         """
-        before = [buffer.clone() for buffer in self._buffers] if self.skips else []
+        before = [(buffer, buffer.clone()) for buffer in self.buffers()] if self.skips else []
         shares, last = self.shares(batches), len(batches) - 1
         for position, (batch, share) in enumerate(zip(batches, shares, strict=True)):
-            with self.backend.gradient_sync(self.train_model, enabled=position == last):
+            self._is_last_pass = position == last
+            with self.backend.gradient_sync(self.train_model, enabled=self._is_last_pass):
                 self.backward(batch, share, meter)
         self.backend.activity.enter("data")
         prefetch()
         return self.update(meter, before)
+
+    def buffers(self) -> list[Tensor]:
+        """Return the buffers that a step may change."""
+        return [buffer for buffer in self.train_model.buffers() if buffer.numel()]
 
     def shares(self, batches: list[Batch]) -> list[Share]:
         """Return what each batch is of the step. With a weight function a collective."""
@@ -139,7 +146,7 @@ class TrainStep(StepParts):
         """
         whole, replicas = weights.sum(), len(self.backend.replica_group)
         if replicas > 1 and self.exchange:
-            whole = self.backend.collectives.sum_over_replicas(whole) / replicas
+            whole = self.backend.collectives.all_reduce(whole, replicas=True) / replicas
         return whole
 
     def backward(self, batch: Batch, share: Share, meter: Meter) -> None:
@@ -171,8 +178,13 @@ class TrainStep(StepParts):
         activity.enter("forward")
         inputs, targets = batch
         with self._precision:
-            outputs = self.train_model(inputs)
-            loss = mean_loss(self.loss, outputs, targets, share.weight)
+            if self._trains_loss:
+                outputs, loss = self.train_model(inputs, targets, share.weight)
+            else:
+                outputs = self.train_model(inputs)
+                loss = mean_loss(self.loss, outputs, targets, share.weight)
+        if self._is_last_pass:
+            self.train_model = self.backend.follow_freezing(self.train_model, outputs)
         weighted = share.of(loss)
         scaled = weighted if self.scaler is None else self.scaler.scale(weighted)
         activity.enter("backward")
@@ -180,12 +192,12 @@ class TrainStep(StepParts):
         # A metric may keep what it is given, and with an output its whole graph.
         return ForwardResult(loss.detach(), detached(outputs), targets, samples_in(batch), share.weight)
 
-    def update(self, meter: Meter, before: list[Tensor]) -> StepResult:
+    def update(self, meter: Meter, before: Sequence[tuple[Tensor, Tensor]]) -> StepResult:
         """Update the parameters, or skip the step: then its metrics do not count, and its buffers are restored.
 
         Args:
             meter: counts the batches of the step, unless `backward` did.
-            before: the model's buffers as they were before the step; under `--non-finite skip` only.
+            before: the model's buffers, each with what it was before the step; under `--non-finite skip` only.
         """
         result = self.backend.step(
             self.optimizer,
@@ -199,7 +211,7 @@ class TrainStep(StepParts):
         # In fp16 gradients overflow regularly, until the loss scale has settled: their norm proves no mistake.
         self.guard.note(self.progress.step + 1, self._losses, None if self.scaler else result.grad_norm)
         if self.skips and result.skipped:
-            for buffer, value in zip(self._buffers, before, strict=True):
+            for buffer, value in before:
                 buffer.copy_(value)
         else:
             for uncounted in self._uncounted:

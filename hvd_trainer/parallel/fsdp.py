@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.data import Batch, Loader
-from hvd_trainer.errors import OptionError
+from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.optim.step import TrainStep
 from hvd_trainer.optim.weights import Share
@@ -41,6 +41,7 @@ class FSDPShards:
         self._backend = backend
         self._mesh = DeviceMesh.from_group(backend.group_of(backend.replica_groups), backend.device.type)
         self._policy = gathering_policy(backend.device, precision)
+        self._trained: dict[Tensor, bool] = {}
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that is sharded already, or that has nothing to train.
@@ -72,6 +73,22 @@ class FSDPShards:
             for module in [*(block for block in blocks if list(block.parameters())), *roots]:
                 self._shard_block(module, optimizer)
         load_in_place(optimizer, optimizer.state_dict())  # which moves the other state to its parameter's device
+        self._trained = {p: p.requires_grad for root in roots for p in root.parameters()}
+
+    def refuse_changes(self, model: nn.Module) -> None:
+        """Refuse a model that trains other parameters than at the start: blocks are gathered as they were.
+
+        Raises:
+            BackendError: some are.
+        """
+        for name, parameter in model.named_parameters():
+            if not parameter.is_meta and self._trained.get(parameter) != parameter.requires_grad:
+                what = "unfrozen" if parameter.requires_grad else "frozen"
+                raise BackendError(
+                    f"{name} was {what if parameter in self._trained else 'put in'} after the start, and --shard "
+                    "full gathers what was trained then. Do it before the training begins, in a fit of its own "
+                    "for each phase; or use --shard optimizer"
+                )
 
     def _shard_block(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Shard one block, leaving no reference to its whole parameters."""

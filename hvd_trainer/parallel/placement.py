@@ -22,7 +22,9 @@ from hvd_trainer.backends.model_sync import synchronize
 from hvd_trainer.config.options import ParallelOptions, TrainOptions
 from hvd_trainer.data import Batch, DataShard, Loader
 from hvd_trainer.errors import OptionError
+from hvd_trainer.optim.loss_module import is_trained, with_loss
 from hvd_trainer.optim.step import StepParts, TrainStep
+from hvd_trainer.optim.weights import LossFunction
 from hvd_trainer.parallel.partition import block_names
 from hvd_trainer.parallel.sharded_optimizer import ShardedOptimizer
 from hvd_trainer.parallel.stage_module import StageModule
@@ -91,14 +93,19 @@ class ModelPlacement:
             self._backend.compile(model, self._train.compile_mode, exchange=self._exchange)
 
     def prepare(
-        self, model: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any]
+        self, model: nn.Module, loss: LossFunction, optimizer: Optimizer, inputs: Callable[[], Any]
     ) -> tuple[nn.Module, Optimizer]:
         """Return the module to train with and the optimizer, alike on all ranks.
 
         Args:
+            loss: becomes a part of the module, if it has parameters.
             inputs: returns the inputs of one batch, for measurements; a collective.
+
+        Raises:
+            OptionError: a loss with parameters does not go with how the model is shared out.
         """
-        to_train = self._blocks_of(model)
+        self._refuse_trained_loss(loss)
+        to_train = with_loss(self._blocks_of(model), loss)
         if self._fsdp is not None:
             self._fsdp.check(model)
             synchronize(self._backend.collectives, to_train, optimizer)
@@ -107,13 +114,39 @@ class ModelPlacement:
                 block_names(model, "--shard full")  # refuses a parameter of two blocks, which would become two
                 blocks = list(model.children())
             self._fsdp.shard([to_train], blocks, optimizer)
-            self._backend.set_parameter_names(model)
+            self._backend.set_parameter_names(model, optimizer)
             return to_train, optimizer
         if self.is_sharded and (state := self._whole_state(optimizer)) is not None:
             load_in_place(optimizer, state)
         prepared = self._backend.prepare(to_train, optimizer, exchange=self._exchange)
         self._shard_optimizer(optimizer)
         return prepared
+
+    def _refuse_trained_loss(self, loss: LossFunction) -> None:
+        """Raise OptionError if a loss has parameters, and the model is shared out so that it has no place."""
+        if is_trained(loss) and (self._fsdp is not None or self._options.is_staged):
+            why = "--shard full" if self._fsdp is not None else self._options.cut_by
+            raise OptionError(
+                f"The loss ({type(loss).__name__}) has parameters, which {why} has no place for: leave it out, or "
+                "make the loss a part of the model"
+            )
+
+    def follow_changes(self, step: TrainStep, model: nn.Module) -> None:
+        """Exchange from now on what the model has and trains after a callback has changed it. A collective then.
+
+        Raises:
+            BackendError: it cannot be exchanged: ranks have changed different things, or `--shard full`, or a
+                change of the blocks of a model that is called block by block.
+        """
+        if self._fsdp is not None:
+            self._fsdp.refuse_changes(model)
+            return
+        step.train_model = self._backend.follow_changes(step.train_model, model, step.optimizer)
+        if self._sharded_optimizer is not None and not self._sharded_optimizer.has_all_of(step.optimizer):
+            state = self._whole_state(step.optimizer)
+            self._sharded_optimizer.close()
+            synchronize(self._backend.collectives, model, step.optimizer, state)
+            self._shard_optimizer(step.optimizer)
 
     def _whole_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """Return an optimizer's state dict of all parameters on rank 0, else None. A collective.

@@ -71,6 +71,11 @@ class ShardedOptimizer:
             optimizer.register_step_post_hook(self._after),
         ]
 
+    def has_all_of(self, optimizer: Optimizer) -> bool:
+        """Whether each parameter that the optimizer updates has an owner."""
+        owned = {id(parameter) for parameters in self._by_owner for parameter in parameters}
+        return all(parameter.is_meta or id(parameter) in owned for parameter in parameters_of(optimizer))
+
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank updates a parameter."""
         return id(parameter) in self._mine

@@ -17,6 +17,7 @@ from hvd_trainer.config.options import ParallelOptions, TrainOptions
 from hvd_trainer.data import DataShard
 from hvd_trainer.errors import OptionError
 from hvd_trainer.optim.step import StepParts, TrainStep
+from hvd_trainer.optim.weights import LossFunction
 from hvd_trainer.parallel.block_timing import time_blocks
 from hvd_trainer.parallel.device_pipeline import DevicePipeline
 from hvd_trainer.parallel.grid import make_grid
@@ -68,8 +69,9 @@ class StagePlacement(ModelPlacement):
         self._chunk_size = -(-batch_size // chunks)
 
     def prepare(
-        self, model: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any]
+        self, model: nn.Module, loss: LossFunction, optimizer: Optimizer, inputs: Callable[[], Any]
     ) -> tuple[nn.Module, Optimizer]:
+        self._refuse_trained_loss(loss)
         # Blocks of other stages keep names and shapes, but no tensors.
         options, backend = self._options, self._backend
         why = f"--stages {options.stages}" if options.stages > 1 else f"--chunks {options.num_chunks}"
@@ -98,7 +100,7 @@ class StagePlacement(ModelPlacement):
         else:
             blocks = [block for part in self._mine.values() for block in part.blocks]
             self._fsdp.shard(list(stage), blocks, optimizer)
-        backend.set_parameter_names(model)
+        backend.set_parameter_names(model, optimizer)
         self._shard_optimizer(optimizer)
         return model, optimizer
 

@@ -16,16 +16,19 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import nn
 
 from hvd_trainer.backends import StepResult
 from hvd_trainer.data import Batch, samples_in
 from hvd_trainer.data.step_batches import StepBatches, repeat_first
 from hvd_trainer.errors import NonFiniteError
 from hvd_trainer.launch.world import World
+from hvd_trainer.observe.callback import Callback, Observer
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.observe.progress import Bar
 from hvd_trainer.observe.summary import epoch_line, summary_line
 from hvd_trainer.optim.learning_rate import step_scheduler
+from hvd_trainer.optim.loss_module import set_training
 from hvd_trainer.optim.reproducible import deterministic_algorithms
 from hvd_trainer.training.interrupts import Interrupts
 from hvd_trainer.training.run import TrainingRun
@@ -45,6 +48,9 @@ class TrainingLoop:
         self._records = records
         self._interrupts = Interrupts(run.backend, run.manager, run.progress)
         self._epoch_began = 0.0
+        # Observers change nothing.
+        of_user = [one for one in run.callbacks if not isinstance(one, Observer)]
+        self._has_step_callbacks = any(type(one).on_step_end is not Callback.on_step_end for one in of_user)
         # Of this rank's first step, which sets up caches and may compile, and so is no measure of speed.
         self._first_step_s: float | None = None
 
@@ -83,8 +89,9 @@ class TrainingLoop:
     def _train_epoch(self) -> tuple[dict[str, Any], bool]:
         """Train on the rest of an epoch; return its record, and whether all of its batches were trained on."""
         run, progress = self._run, self._run.progress
-        run.model.train()
+        set_training(run.model, run.loss, True)
         run.backend.activity.enter("epoch")
+        run.placement.follow_changes(run.step, run.trained)  # that callbacks have made since the last epoch
         meter = self._make_meter()
         batches_of_steps = StepBatches(self._batches(), run.plan.passes)
         samples_before, self._epoch_began = progress.samples, time.perf_counter()
@@ -145,6 +152,8 @@ class TrainingLoop:
             self._limit_steps()
         for callback in run.callbacks:
             callback.on_step_end(run, result)
+        if self._has_step_callbacks:
+            run.placement.follow_changes(run.step, run.trained)
         if progress.step % run.options.log.log_every == 0:
             self._record("step", self._position() | add_prefix("train", meter.recent()))
             run.step.guard.check()
@@ -193,10 +202,12 @@ class TrainingLoop:
         run, activity = self._run, self._run.backend.activity
         activity.enter("epoch")
         if run.options.train.reproducible is None:
-            run.backend.average_buffers(run.model)
+            run.backend.synchronize_buffers(run.model)
+            if isinstance(run.loss, nn.Module):
+                run.backend.synchronize_buffers(run.loss)
         if run.val_loader is None:
             return {}
-        run.model.eval()
+        set_training(run.model, run.loss, False)
         meter = Meter(run.metrics, run.backend)
         for batch in run.placement.evaluation(run.val_loader):
             run.step.evaluate(batch, meter)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.checkpoint.manager import CheckpointManager, InMemorySnapshot
-from hvd_trainer.checkpoint.train_state import TrainState
+from hvd_trainer.checkpoint.train_state import Stateful, TrainState
 from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.stop_condition import StopCondition
@@ -37,7 +37,9 @@ from hvd_trainer.observe.profile import Profile
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.observe.run_log import RunLog
 from hvd_trainer.optim.learning_rate import Scheduler, StepRate, check_decay, count_warmup_steps, make_scheduler
+from hvd_trainer.optim.loss_module import place_loss, with_loss
 from hvd_trainer.optim.non_finite import NonFiniteGuard
+from hvd_trainer.optim.replica_guard import ReplicaGuard
 from hvd_trainer.optim.reproducible import ReproducibleStep
 from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.optim.weights import LossFunction, WeightFunction
@@ -87,7 +89,9 @@ class TrainingRun(RunView):
         snapshot: InMemorySnapshot,
     ) -> None:
         self.options, self.backend = options, backend
-        self.model, self.metrics = inputs.model, inputs.metrics
+        self.model, self.loss, self.metrics = inputs.model, inputs.loss, inputs.metrics
+        # What the exchange, the comparison of ranks and checkpoints are about.
+        self.trained = with_loss(inputs.model, inputs.loss)
         # Parts that a tool wants left out, to see what they cost: `exchange`, `data`.
         self.leave_out: Collection[str] = () if message is None else message.leave_out
         self.stop_condition = StopCondition.parse(options.train.until)
@@ -113,6 +117,8 @@ class TrainingRun(RunView):
             self.step = self._make_step(inputs)
             self.optimizer = self.step.optimizer
             self.scheduler = make_scheduler(inputs.scheduler, self.optimizer)
+            replicated = None if self.placement.is_sharded else self.optimizer
+            self.replicas = ReplicaGuard(backend, self.trained, replicated)
             self.state = self._make_state()
             self.rate = self._make_rate()
             self.manager = self._make_manager(snapshot)
@@ -151,8 +157,9 @@ class TrainingRun(RunView):
         if train.channels_last:
             model.to(memory_format=torch.channels_last)
         self.placement.compile(model)
+        place_loss(inputs.loss, backend)
         train_model, optimizer = self.placement.prepare(
-            model, inputs.optimizer, lambda: next(iter(self.train_loader.epoch(0)))[0]
+            model, inputs.loss, inputs.optimizer, lambda: next(iter(self.train_loader.epoch(0)))[0]
         )
         parts = StepParts(
             backend=backend,
@@ -179,7 +186,9 @@ class TrainingRun(RunView):
 
     def _make_state(self) -> TrainState:
         """Return what collects and restores the contents of a checkpoint."""
+        parts: dict[str, Stateful | None]
         parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.step.scaler}
+        parts |= {"loss": self.loss} if isinstance(self.loss, nn.Module) and self.loss.state_dict() else {}
         return TrainState(
             backend=self.backend,
             model=self.model,
@@ -209,9 +218,18 @@ class TrainingRun(RunView):
             is_enabled=self.options.log.log_dir is not None and not self.leave_out,
             state=self.state,
             progress=self.progress,
-            before_save=self.step.guard.check,
+            before_save=self.check,
             snapshot=snapshot,
         )
+
+    def check(self) -> None:
+        """Check that what would be saved is finite, and that copies of it on ranks are equal. A collective.
+
+        Raises:
+            NonFiniteError, ReplicasDifferError: it is not.
+        """
+        self.step.guard.check()
+        self.replicas.check()
 
     def __enter__(self) -> TrainingRun:
         return self

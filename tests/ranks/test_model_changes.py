@@ -1,0 +1,317 @@
+"""A model that a user's code changes while it is trained: frozen, unfrozen, replaced and converted layers.
+
+Each case trains the weights of one process, on either engine and any number of ranks. Ranks that differ all the
+same end the training.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from combinations import case
+from launchers import run_ranks
+from torch import Tensor, nn
+from trainings import fit, options_of
+
+from hvd_trainer import Callback, TensorData, detect
+from hvd_trainer.backends.connection import Connection
+from hvd_trainer.errors import ReplicasDifferError
+
+pytestmark = pytest.mark.warm
+
+GLOBAL_BATCH, EPOCHS = 24, 3
+RTOL = 1e-5
+"""Ranks and one process add the same numbers in another order, in fp32."""
+
+
+def data() -> TensorData:
+    inputs = torch.randn(72, 2, generator=torch.Generator().manual_seed(3))
+    return TensorData(inputs, inputs.sum(1, keepdim=True) ** 2)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+class After(Callback):
+    """A callback that acts once, after a step or an epoch (steps have numbers from 1 on, 3 in an epoch)."""
+
+    def __init__(self, act: Any, *, step: int = 0, epoch: int = 0) -> None:
+        self.act, self.step, self.epoch = act, step, epoch
+
+    def on_step_end(self, run: Any, result: Any) -> None:
+        if run.progress.step == self.step:
+            self.act(run)
+
+    def on_epoch_end(self, run: Any, record: dict[str, Any]) -> None:
+        if record["epoch"] == self.epoch:
+            self.act(run)
+
+
+def unfreeze(run: Any) -> None:
+    run.model[0].requires_grad_(True)
+
+
+def freeze(run: Any) -> None:
+    run.model[0].requires_grad_(False)
+
+
+def add_group(run: Any) -> None:
+    unfreeze(run)
+    run.optimizer.add_param_group({"params": list(run.model[0].parameters()), "lr": 0.02})
+
+
+def convert_and_back(run: Any) -> None:
+    run.model.double()
+    run.model.float()
+
+
+def to_double(run: Any) -> None:
+    run.model.double()
+    run.optimizer.state.clear()
+
+
+def replace_head(run: Any) -> None:
+    """Put in a layer with weights of this rank's own random numbers, of which those of rank 0 count."""
+    torch.manual_seed(50 + run.world.rank)
+    run.model[2] = nn.Linear(3, 1)
+    run.optimizer.param_groups[0]["params"] = list(run.model.parameters())
+    run.optimizer.state.clear()
+
+
+class FreezesInForward(nn.Module):
+    """A model that freezes its first layer in its fifth forward pass, and unfreezes it in the eighth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.passes = net(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        if self.training:
+            self.layers[0].requires_grad_(self.passes not in (5, 6, 7))
+        return self.layers(x)
+
+
+class Converts(nn.Module):
+    """A model that takes inputs of the type of its weights, and gives float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+
+    def __getitem__(self, place: int) -> nn.Module:
+        return self.layers[place]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.to(self.layers[0].weight.dtype)).float()
+
+
+class LossWithScale(nn.Module):
+    """A mean of squares over a scale that is learned, with a table of constants and a count of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(1))
+        self.register_buffer("table", torch.tensor([1e-4, 0.3, 7.0], dtype=torch.float16))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += self.training
+        return ((outputs - targets) ** 2 * torch.exp(-self.scale) + self.scale).mean()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Return an optimizer that moves a parameter with a gradient of zeros, by momentum and weight decay."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.5, weight_decay=0.01)
+
+
+def setup(name: str) -> dict[str, Any]:
+    """Return model, optimizer, loss and callbacks of a case."""
+    model: Any = FreezesInForward() if name == "frozen in forward" else net()
+    if name == "to double":
+        model = Converts()
+    if name in ("unfrozen", "unfrozen after a step", "group added", "unfrozen, sharded optimizer"):
+        model[0].requires_grad_(False)
+    loss: Any = LossWithScale() if name == "loss with parameters" else nn.functional.mse_loss
+    trained = [*model.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())]
+    acts = {
+        "unfrozen": After(unfreeze, epoch=1),
+        "unfrozen, sharded optimizer": After(unfreeze, epoch=1),
+        "unfrozen after a step": After(unfreeze, step=4),
+        "group added": After(add_group, epoch=1),
+        "group added, sharded optimizer": After(add_group, epoch=1),
+        "frozen": After(freeze, epoch=1),
+        "frozen after a step, accumulated": After(freeze, step=4),
+        "converted and back": After(convert_and_back, epoch=1),
+        "to double": After(to_double, step=4),
+        "head replaced": After(replace_head, epoch=2),
+    }
+    own = model[2].parameters() if name.startswith("group added") else trained
+    if name == "group added, sharded optimizer":
+        model[0].requires_grad_(False)
+    return {
+        "model": model,
+        "loss": loss,
+        "optimizer": sgd(own),
+        "callbacks": [acts[name]] if name in acts else [],
+    }
+
+
+NAMES = (
+    "unfrozen",
+    "unfrozen, sharded optimizer",
+    "unfrozen after a step",
+    "group added",
+    "group added, sharded optimizer",
+    "frozen",
+    "frozen after a step, accumulated",
+    "frozen in forward",
+    "converted and back",
+    "to double",
+    "head replaced",
+    "loss with parameters",
+)
+
+
+def train(backend: str, name: str, callbacks: Any = (), **options: Any) -> list[float]:
+    """Train a case; return all parameters, and the tensors of a loss that is a module."""
+    how = setup(name)
+    how["callbacks"] = [*how["callbacks"], *callbacks]
+    usual: dict[str, Any] = {"epochs": EPOCHS, "global_batch_size": GLOBAL_BATCH, "workers": 0}
+    usual |= {"shard": "optimizer"} if "sharded" in name and detect(os.environ).size > 1 else {}
+    usual |= {"accumulate": 2} if "accumulated" in name else {}
+    model, loss = how.pop("model"), how["loss"]
+    fit(options_of(backend, **usual | options), model, data(), **how)
+    tensors = [
+        *model.parameters(),
+        *([*loss.parameters(), *loss.buffers()] if isinstance(loss, nn.Module) else ()),
+    ]
+    return [float(number) for tensor in tensors for number in tensor.detach().flatten()]
+
+
+def train_all(backend: str) -> tuple[int, dict[str, list[float]]]:
+    return detect(os.environ).rank, {name: train(backend, name) for name in NAMES}
+
+
+@cache
+def trained(backend: str, size: int) -> list[dict[str, list[float]]]:
+    return run_ranks(train_all, num_processes=size, args=(backend,), timeout_s=200)
+
+
+ENGINES = [case(engine, size) for engine in ("ddp", "horovod") for size in (2, 3, 4)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("backend", "size"), ENGINES)
+def test_what_a_callback_changes_is_exchanged(backend: str, size: int, name: str) -> None:
+    ranks = [rank[name] for rank in trained(backend, size)]
+    assert all(rank == ranks[0] for rank in ranks)
+    assert ranks[0] == pytest.approx(trained("single", 1)[0][name], rel=RTOL, abs=RTOL)
+    if size == 2 or name == "frozen in forward":
+        assert ranks == [rank[name] for rank in trained("ddp", size)]  # two ranks have one order of sums
+
+
+def test_each_change_counts() -> None:
+    """A case in which nothing changed would prove nothing."""
+    whole = trained("single", 1)[0]
+    assert (
+        len({tuple(whole[name]) for name in NAMES}) >= len(NAMES) - 2
+    )  # two cases are there with and without shards
+    assert whole["loss with parameters"][-5] != 0
+    assert whole["loss with parameters"][-4:-1] == torch.tensor([1e-4, 0.3, 7.0]).half().tolist()
+
+
+STOPS = ("unfrozen", "frozen", "loss with parameters", "unfrozen, sharded optimizer")
+
+
+def resume(backend: str, folder: str) -> tuple[int, dict[str, list[list[float]]]]:
+    """Train each case undisturbed, and in two parts; return the weights of each way."""
+    found: dict[str, list[list[float]]] = {}
+    for name in STOPS:
+        found[name] = [train(backend, name)]
+        for step in (2, 5):
+            saved = {"log_dir": f"{folder}/{name}{step}"}
+            train(backend, name, max_steps=step, **saved)
+            found[name].append(train(backend, name, resume="auto", **saved))
+    return detect(os.environ).rank, found
+
+
+@pytest.mark.parametrize(("backend", "size"), [case("single", 1), case("ddp", 3), case("horovod", 3)])
+def test_a_resume_trains_what_was_trained(backend: str, size: int, tmp_path: Path) -> None:
+    for rank in run_ranks(resume, num_processes=size, args=(backend, str(tmp_path)), timeout_s=200):
+        for name, (undisturbed, *resumed) in rank.items():
+            assert resumed == [undisturbed] * 2, name
+
+
+def error_of(run: Any) -> str:
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def add_on_rank_1(amount: float, run: Any) -> None:
+    if run.world.rank == 1:
+        with torch.no_grad():
+            run.model[2].weight[0, 1] += amount
+
+
+def age_on_last_rank(run: Any) -> None:
+    if run.world.rank == run.world.size - 1:
+        run.optimizer.state[run.model[0].bias]["momentum_buffer"].mul_(2)
+
+
+def differ(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
+    """Make ranks differ; return the error of each case, and the checkpoints that are there after the first."""
+    rank = detect(os.environ).rank
+    changed = partial(train, backend, "plain")
+    found: dict[str, Any] = {
+        "changed": error_of(
+            lambda: changed(
+                callbacks=[After(partial(add_on_rank_1, 0.1), epoch=2)], log_dir=folder, keep_best=None
+            )
+        ),
+        "sharded": error_of(
+            lambda: changed(callbacks=[After(partial(add_on_rank_1, 0.1), step=3)], shard="optimizer")
+        ),
+        "optimizer": error_of(lambda: changed(callbacks=[After(age_on_last_rank, step=3)])),
+    }
+    found["saved"] = sorted(path.name for path in Path(folder).glob("checkpoints/*step*"))
+    last_bit = 2.0**-20
+    found["last bits"] = train(backend, "plain", callbacks=[After(partial(add_on_rank_1, last_bit), epoch=1)])
+    # Without what follows a change, the ranks must be found to differ.
+    Connection.has_changed = property(lambda self: False)  # type: ignore[assignment, method-assign]
+    Connection.is_frozen_as_before = property(lambda self: True)  # type: ignore[assignment, method-assign]
+    for name in ("unfrozen", "group added", "head replaced", "unfrozen after a step"):
+        found[name] = error_of(lambda name=name: train(backend, name))
+    return rank, found
+
+
+@pytest.mark.parametrize(
+    ("backend", "size"), [case("ddp", 2), case("ddp", 3), case("horovod", 3), case("horovod", 4)]
+)
+def test_ranks_that_differ_end_the_training_before_a_save(backend: str, size: int, tmp_path: Path) -> None:
+    found = run_ranks(differ, num_processes=size, args=(backend, str(tmp_path)), timeout_s=200)
+    unlike = {"saved": 0, "head replaced": 0}
+    assert all(rank | unlike == found[0] | unlike for rank in found)
+    first = found[0]
+    begin = f"{ReplicasDifferError.__name__}: The ranks no longer train one model: "
+    for name in ("changed", "sharded"):
+        assert first[name].startswith(f"{begin}2.weight of rank 1 is not that of the first of its copies. ")
+        assert "something else has changed it on some ranks" in first[name]
+    assert first["optimizer"].startswith(f"{begin}momentum_buffer of 0.bias of rank {size - 1} ")
+    assert len(first["saved"]) == 1
+    for name in ("unfrozen", "group added", "unfrozen after a step"):
+        assert first[name].startswith(f"{begin}0.weight of rank ")
+        assert "Its gradient is not exchanged: it was frozen at the start" in first[name]
+    if backend == "horovod":  # DDP finds that the old head has got no gradient
+        assert first["head replaced"].startswith(f"{begin}2.weight of rank ")
+        assert "was put in after the start" in first["head replaced"]
