@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_trainer.backends.buckets import Bucket, GradientBuckets
+from hvd_trainer.backends.sparse_gradients import as_sparse, sparse_dims
 from hvd_trainer.hvd.collective import controller_of
 from hvd_trainer.hvd.common import basics
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
@@ -188,6 +189,8 @@ class _GradientReducer(_BackwardPasses):
     """what waits for the reduction of a gradient by its name, and stores the result"""
     _buckets: GradientBuckets | None = field(default=None, init=False)
     _bucket_of: dict[Tensor, Bucket] = field(default_factory=dict, init=False)
+    _sparse: dict[Tensor, int] = field(default_factory=dict, init=False)
+    """in how many dimensions gradients are sparse on some rank"""
     _is_in_step: bool = field(default=False, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -207,12 +210,12 @@ class _GradientReducer(_BackwardPasses):
         with self._lock:
             if not self._is_in_step:
                 self._begin_step()
-        if self._buckets is None and self.compression in BUILT_IN:
+        if self._buckets is None:
             return
         bucket = self._bucket_of.get(parameter)
         if bucket is None:
             self._start(parameter)
-        elif self._buckets is not None:
+        else:
             self._buckets.add(bucket)
 
     def _begin_step(self) -> None:
@@ -230,7 +233,7 @@ class _GradientReducer(_BackwardPasses):
             return
         if not self._is_in_step:
             self._begin_step()
-        if self._buckets is None and self.compression in BUILT_IN:
+        if self._buckets is None:
             self._agree_on_buckets()
         for parameter in self._hooked:
             if parameter not in self._bucket_of and parameter not in self._started:
@@ -245,23 +248,25 @@ class _GradientReducer(_BackwardPasses):
             self._buckets.wait(_store_all)
 
     def _agree_on_buckets(self) -> None:
-        """Agree on buckets of all dense gradients, in the reverse order of the parameters."""
-        dense = [
-            parameter
-            for parameter in self.parameters
-            if parameter.dtype in REDUCIBLE
-            and (self.sparse_as_dense or parameter.grad is None or not parameter.grad.is_sparse)
-        ]
+        """Agree on which gradients are sparse, and on buckets of the others in the parameters' reverse order."""
+        parameters = self.parameters
+        self._sparse = {p: dims for p in parameters if (dims := sparse_dims(p.grad)) and not self.sparse_as_dense}
         controller = controller_of(self.process_set)
-        if dense and len(controller.ranks) > 1:
-            reduction = Reduction(
-                op=self.op,
-                factor_before=1.0 / self.predivide,
-                factor_after=self.predivide / (len(controller.ranks) if self.op == Op.AVERAGE else 1),
-                compression=self.compression,
-            )
-            groups = self._grouped(dense[::-1])
-            self._buckets = agree(self.process_set, controller, groups, self.names, reduction)
+        if not parameters or len(controller.ranks) == 1:
+            return
+        # Another compressor may want each gradient by itself.
+        buckets = parameters[::-1] if self.compression in BUILT_IN else []
+        dense = [p for p in buckets if p.dtype in REDUCIBLE and p not in self._sparse]
+        reduction = Reduction(
+            op=self.op,
+            factor_before=1.0 / self.predivide,
+            factor_after=self.predivide / (len(controller.ranks) if self.op == Op.AVERAGE else 1),
+            compression=self.compression,
+        )
+        names = {parameter: self.names[parameter] for parameter in parameters}
+        self._buckets, self._sparse = agree(
+            self.process_set, controller, self._grouped(dense), self._sparse, names, reduction
+        )
         if self._buckets is not None:
             self._bucket_of = {p: bucket for bucket in self._buckets.buckets for p in bucket.parameters}
 
@@ -279,13 +284,15 @@ class _GradientReducer(_BackwardPasses):
 
     def _start(self, parameter: Tensor) -> None:
         """Start to reduce a gradient by its name."""
+        name, dims = self.names[parameter], self._sparse.get(parameter)
+        if dims is not None:
+            sparse = as_sparse(parameter.grad, parameter, dims)
+            wait = sparse_allreduce_async(sparse, name, self.op, self.process_set)
+            self._started[parameter] = lambda: setattr(parameter, "grad", wait())
+            return
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        grad, name = parameter.grad, self.names[parameter]
-        if grad.is_sparse and not self.sparse_as_dense:
-            finish = sparse_allreduce_async(grad, name, self.op, self.process_set)
-            self._started[parameter] = lambda: setattr(parameter, "grad", finish())
-            return
+        grad = parameter.grad
         dense = grad.to_dense() if grad.is_sparse else grad
         wire, context = self.compression.compress(dense.contiguous())
         handle = allreduce_async_(
