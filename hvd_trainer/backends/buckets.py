@@ -19,13 +19,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hvd_trainer.backends.backward_passes import BackwardPasses, WatchedGradient
 from hvd_trainer.errors import BackendError
 from hvd_trainer.utils import accelerator
 
@@ -77,17 +77,12 @@ class Bucket:
             self.flat.mul_(factor)
 
 
-@dataclass(slots=True)
-class _Gradient:
-    """One parameter's gradient in a step. A step of 10,000 tensors looks up nothing by tensor, which is slow."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Gradient(WatchedGradient):
+    """A gradient, and its place in a bucket."""
 
-    parameter: Tensor
     bucket: Bucket
     view: Tensor
-    """its place in the bucket"""
-    passes_left: int
-    """backward passes until it is complete"""
-    is_complete: bool = False
 
 
 class BucketExchange(ABC):
@@ -180,7 +175,7 @@ class GradientBuckets:
             self.wait()
 
 
-class BucketReducer(Reducer):
+class BucketReducer(BackwardPasses[_Gradient], Reducer):
     """Collect gradients during backward, and exchange them in buckets.
 
     Args:
@@ -209,39 +204,30 @@ class BucketReducer(Reducer):
         passes: int = 1,
         exclude: Iterable[Tensor] = (),
     ) -> None:
+        super().__init__(per_step=passes)
         self._module, self._factor = module, 1.0 / num_ranks
-        self._passes = passes
         excluded = set(exclude)
         parameters = [p for p in module.parameters() if p.requires_grad and p not in excluded]
         # A CPU has a gradient that is just finished in its cache. On an accelerator, starting an operation costs
         # more than most of them take: there a full bucket is written by two.
         self._writes_at_once = all(accelerator.is_host(p.device) for p in parameters)
         self._enabled = True
-        self._gradients: dict[Tensor, _Gradient] = {}
         groups = _lay_out(parameters, limit_bytes, find_unused_parameters)
         buckets = [Bucket.of(group, number) for number, group in enumerate(groups)]
         self._buckets = GradientBuckets(buckets, exchange, write=self._write_rest)
         for bucket in buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                self._gradients[parameter] = _Gradient(parameter, bucket, view, passes)
-        self._hooks = [
-            gradient.parameter.register_post_accumulate_grad_hook(partial(self._collect, gradient))
-            for gradient in self._gradients.values()
-        ]
+                self.watch(_Gradient(parameter=parameter, bucket=bucket, view=view))
+
+    @property
+    def is_counting(self) -> bool:
+        return self._enabled
 
     def set_enabled(self, enabled: bool) -> None:
         self._enabled = enabled
 
-    def _collect(self, gradient: _Gradient, parameter: Tensor) -> None:
-        """Take a parameter's gradient, which backward has just finished."""
-        if not self._enabled:
-            return
-        if gradient.is_complete:
-            raise self._finished_twice(gradient)
-        gradient.passes_left -= 1
-        if gradient.passes_left > 0:
-            return
-        gradient.is_complete = True
+    def complete(self, gradient: _Gradient) -> None:
+        parameter = gradient.parameter
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise BackendError(
                 f"The gradient of {self._name(parameter)} is sparse. A module with such parameters says so by its "
@@ -251,7 +237,7 @@ class BucketReducer(Reducer):
             self._write(parameter, gradient.view)
         self._buckets.add(gradient.bucket)
 
-    def _finished_twice(self, gradient: _Gradient) -> BackendError:
+    def too_many(self, gradient: _Gradient) -> BackendError:
         return BackendError(
             f"Backward computed the gradient of {self._name(gradient.parameter)} twice in one pass, and it is "
             f"sent to the other ranks after the first time. Checkpointing of a layer that is used twice does so: "
@@ -276,18 +262,16 @@ class BucketReducer(Reducer):
                 parameter.grad = view
         elif bucket.missing:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if not self._gradients[parameter].is_complete:
+                if self.gradients[parameter].num_passes < self.per_step:
                     self._write(parameter, view)
 
     def finish(self) -> None:
         self._buckets.launch_rest()
         self._buckets.wait()
-        for gradient in self._gradients.values():
-            gradient.passes_left, gradient.is_complete = self._passes, False
+        self.reset()
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self.unhook()
         del self._buckets  # which hold this object
 
 

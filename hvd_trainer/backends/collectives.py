@@ -24,7 +24,7 @@ from hvd_trainer.errors import BackendError, first_line
 from hvd_trainer.launch.world import World
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.files import UNREADABLE
-from hvd_trainer.utils.pieces import move_in_pieces
+from hvd_trainer.utils.pieces import as_tensor, move_bytes, move_in_pieces
 from hvd_trainer.utils.serialization import describe, empty, flatten, pack_tree, unflatten, unpack_tree
 from hvd_trainer.utils.tensors import pairwise_sum
 
@@ -87,8 +87,7 @@ class Collectives(ABC):
         with self._waiting():
             lengths = [int(length) for length in self._all_gather(torch.tensor([len(own)]))]
             # The shorter ones are padded, because all ranks must send tensors of one shape.
-            payload = torch.frombuffer(bytearray(own.ljust(max(lengths))), dtype=torch.uint8)
-            parts = self._all_gather(payload)
+            parts = self._all_gather(as_tensor(own.ljust(max(lengths))))
             return [
                 self._follow(value, tensors, part[:length], rank)
                 for rank, (part, length) in enumerate(zip(parts, lengths, strict=True))
@@ -98,11 +97,9 @@ class Collectives(ABC):
         """Give one rank's value to all ranks; value and errors as in `all_gather_object`."""
         if self.world.size == 1:
             return value
-        payload, tensors = encode_object(value) if self.world.rank == source else (b"", [])
+        payload, tensors = encode_object(value) if self.world.rank == source else (None, [])
         with self._waiting():
-            length = int(self._all_reduce(torch.tensor([len(payload)]), "max"))
-            header = torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
-            self._broadcast(header, source)
+            header = move_bytes(payload, functools.partial(self._broadcast, source=source))
             return self._follow(value, tensors, header, source)
 
     def _follow(self, value: T, tensors: Sequence[Tensor], header: Tensor, source: int) -> T:

@@ -11,7 +11,6 @@ wrapper would drop, detach and refuse.
 from __future__ import annotations
 
 import functools
-import threading
 from types import ModuleType
 from typing import Any
 
@@ -29,21 +28,20 @@ from hvd_trainer.backends.horovod_reducer import HorovodBucketExchange, HorovodS
 from hvd_trainer.backends.horovod_start import (
     MIN_PATCH_SET_BFLOAT16,
     MIN_PATCH_SET_ELASTIC,
+    Meeting,
     import_horovod,
     patch_set,
-    serve_horovod,
+    start_horovod,
+    stop_horovod,
     tuning,
 )
 from hvd_trainer.backends.unused_parameters import unused_everywhere
 from hvd_trainer.errors import BackendError
-from hvd_trainer.rendezvous.ranks import check_world
 from hvd_trainer.utils import accelerator
-from hvd_trainer.utils.process import set_variables
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 DDP_ONLY = "only DDP has it; leave it out or use --backend ddp"
 GRADIENT_TYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_SHUTDOWN_LOCK = threading.Lock()
 
 
 class HorovodBackend(Backend):
@@ -81,25 +79,25 @@ class HorovodBackend(Backend):
         import_horovod()
 
     def _start(self) -> None:
-        hvd = self._hvd
+        hvd, session = self._hvd, self.session
         self._refuse_cpu_build()
-        if hvd.is_initialized():
-            check_world(self.world, "Horovod, already initialised,", hvd.rank(), hvd.size())
-            raise BackendError(
-                "Horovod is already initialised in this process. Leave hvd.init() to hvd_trainer: take that call "
-                "out."
-            )
-        if self.session.driver is not None and patch_set() < MIN_PATCH_SET_ELASTIC:
+        if session.driver is not None and patch_set() < MIN_PATCH_SET_ELASTIC:
             raise BackendError(
                 f"In horovodrun's elastic mode this Horovod would let ranks wait for those that are gone. Type on "
                 f"all hosts: {INSTALL_HOROVOD}"
             )
         sets = [hvd.ProcessSet(ranks) for ranks in self.replica_groups] if len(self.replica_groups) > 1 else []
-        with set_variables(self._mpi_variables() if self._uses_mpi else self._variables()):
-            hvd.init(process_sets=sets)
+        start_horovod(
+            hvd,
+            functools.partial(hvd.init, process_sets=sets),
+            Meeting.of(session),
+            timeout_s=self.options.startup_timeout_s,
+            settings=self._tuning() | (self._mpi_variables() if self._uses_mpi else {}),
+            interface=None if self.options.network_interface else session.environ.get("HOROVOD_GLOO_IFACE"),
+            on_mpi=self._uses_mpi,
+        )
         own_sets = (group for group in sets if self.world.rank in group.ranks)
         self.collectives.process_set = next(own_sets, hvd.global_process_set)
-        check_world(self.world, "Horovod", hvd.rank(), hvd.size())
         tell_monitor(hvd.mpi_ops)
 
     def _mpi_variables(self) -> dict[str, str]:
@@ -116,7 +114,7 @@ class HorovodBackend(Backend):
                 f"(here: {self.world.launcher}). Type: {install}mpirun -np {self.world.size} python ... "
                 f"--transport mpi"
             )
-        return {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi", **self._tuning()}
+        return {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
 
     def _refuse_cpu_build(self) -> None:
         """Raise BackendError if this Horovod can exchange no tensor of this rank's GPU.
@@ -133,17 +131,6 @@ class HorovodBackend(Backend):
                 f"{INSTALL_HOROVOD} --gpu nccl; or train with --backend ddp, or with --device cpu"
             )
 
-    def _variables(self) -> dict[str, str]:
-        """Return the variables from which Horovod learns this world, whichever launcher made it."""
-        session = self.session
-        variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(self.options.startup_timeout_s)))}
-        if self.world.size == 1 and session.driver is None:
-            return variables | {"HOROVOD_ELASTIC": "0"} | self._tuning()
-        # In elastic mode the last rank of many still has their numbers in its environment.
-        interface = None if self.options.network_interface else session.environ.get("HOROVOD_GLOO_IFACE")
-        variables |= serve_horovod(self.world, session.peers, session.store, session.address, interface)
-        return variables | self._tuning()
-
     def _tuning(self) -> dict[str, str]:
         """Return settings that make Horovod quick on this device, except those that the user's environment has."""
         environ = self.session.environ
@@ -157,18 +144,12 @@ class HorovodBackend(Backend):
     def abort_collectives(self) -> None:
         super().abort_collectives()
         if self.uses_nccl:
-            self._shut_down()
-
-    def _shut_down(self) -> None:
-        """End Horovod's background thread once: joining it from two threads is undefined behaviour."""
-        with _SHUTDOWN_LOCK:
-            if self._hvd.is_initialized():
-                self._hvd.shutdown()
+            stop_horovod(self._hvd)
 
     def stop(self, wait: bool) -> None:
         if wait and self._hvd.is_initialized():
             self.collectives.barrier()
-        self._shut_down()
+        stop_horovod(self._hvd)
         self._disconnect()
         process_group.stop(at_once=not wait and self.uses_nccl)
 

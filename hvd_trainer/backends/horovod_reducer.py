@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 
 from hvd_trainer.backends.buckets import Bucket, BucketExchange, Reducer
 from hvd_trainer.backends.horovod_waiter import Waiter
+from hvd_trainer.backends.sparse_gradients import as_sparse, sparse_dims, start_sum
 
 _NUMBERS = itertools.count()
 
@@ -108,21 +110,11 @@ class HorovodSparseReducer(Reducer):
             dense = torch.zeros_like(parameter) if grad is None else grad.to_dense()
             handle = self._hvd.allreduce_async_(dense.contiguous(), name=name, op=self._hvd.Average)
             return lambda: setattr(parameter, "grad", self._waiter.result(handle))
-        if grad is None:
-            rows = torch.empty(0, layout, dtype=torch.int64, device=parameter.device)
-            values = torch.empty(0, *parameter.shape[layout:], dtype=parameter.dtype, device=parameter.device)
-        else:
-            rows, values = grad._indices().t().contiguous(), grad._values().contiguous()
-        gathering = [
-            self._hvd.allgather_async(part, name=f"{name}.{what}")
-            for what, part in (("indices", rows), ("values", values))
-        ]
+        wait = start_sum(as_sparse(grad, parameter, layout), name, self._gather, self._hvd.size())
+        return lambda: setattr(parameter, "grad", wait())
 
-        def store() -> None:
-            rows, values = map(self._waiter.result, gathering)
-            parameter.grad = torch.sparse_coo_tensor(rows.t(), values / self._hvd.size(), parameter.shape)
-
-        return store
+    def _gather(self, part: Tensor, name: str) -> Callable[[], Tensor]:
+        return partial(self._waiter.result, self._hvd.allgather_async(part, name=name))
 
     def close(self) -> None:
         self._dense.close()
@@ -130,7 +122,4 @@ class HorovodSparseReducer(Reducer):
 
 def _layout(parameter: nn.Parameter) -> int:
     """Return in how many dimensions the gradient is sparse; one more than it has if it is dense, 0 without one."""
-    grad = parameter.grad
-    if grad is None:
-        return 0
-    return grad.sparse_dim() if grad.is_sparse else grad.dim() + 1
+    return 0 if parameter.grad is None else sparse_dims(parameter.grad) or parameter.dim() + 1

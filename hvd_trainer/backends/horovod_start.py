@@ -1,25 +1,31 @@
-"""Start Horovod among ranks that have met: as the Trainer's engine, and as a backend of torch.distributed."""
+"""Start and end Horovod among ranks that have met: the Trainer's, a script's, and that below torch.distributed."""
 
 from __future__ import annotations
 
 import importlib
 import io
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION
+from hvd_trainer.backends.session import Session
 from hvd_trainer.errors import BackendError
-from hvd_trainer.launch.world import World
+from hvd_trainer.launch.world import World, is_elastic
 from hvd_trainer.rendezvous import store_client
 from hvd_trainer.rendezvous.endpoint import parse_endpoint
-from hvd_trainer.rendezvous.ranks import RankInfo
+from hvd_trainer.rendezvous.ranks import RankInfo, check_world
 from hvd_trainer.utils.network import interface_name
+from hvd_trainer.utils.process import set_variables
 from hvd_trainer.utils.text import INSTALL_HOROVOD
+
+T = TypeVar("T")
 
 WAKE_ON_ENQUEUE = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": "20"}
 """For Horovod as `install-horovod` builds it, whose background thread then sleeps until there is work. Other
@@ -92,22 +98,89 @@ def tuning(environ: Mapping[str, str], *, on_nccl: bool) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
-def serve_horovod(
-    world: World, peers: Sequence[RankInfo], store: dist.Store, address: str, interface: str | None
-) -> dict[str, str]:
-    """Return the variables from which Horovod learns this world, whichever launcher made it. A collective.
+class Meeting(NamedTuple):
+    """Ranks that have met, of which this process is one."""
+
+    world: World
+    peers: Sequence[RankInfo]
+    store: dist.Store
+    """that they share"""
+    address: str
+    """at which the other ranks reach this one"""
+
+    @classmethod
+    def of(cls, session: Session) -> Meeting:
+        """Return that of a session which is connected."""
+        return cls(session.world, session.peers, session.store, session.address)
+
+
+def start_horovod(
+    hvd: Any,
+    init: Callable[[], T],
+    meeting: Meeting,
+    *,
+    timeout_s: float,
+    settings: Mapping[str, str],
+    interface: str | None = None,
+    on_mpi: bool = False,
+) -> T:
+    """Initialise Horovod among ranks that have met, whichever launcher started them; return what `init` does.
+
+    A collective.
 
     Args:
-        address: at which the other ranks reach this one.
-        interface: the user's choice, such as that of HOROVOD_GLOO_IFACE; None: the one with that address.
+        hvd: `horovod.torch`, or its `HorovodBasics`.
+        init: `hvd.init` with its arguments.
+        timeout_s: how long its ranks may take to connect.
+        settings: further variables that it reads at its start.
+        interface: the user's choice; None: the network card with the meeting's address.
+        on_mpi: whether it learns its world from MPI.
+
+    Raises:
+        BackendError: it is initialised already.
+        LaunchError: its world is not that of the launcher.
     """
+    world = meeting.world
+    if hvd.is_initialized():
+        check_world(world, "Horovod, already initialised,", hvd.rank(), hvd.size())
+        raise BackendError(
+            "Horovod is already initialised in this process. Leave hvd.init() to hvd_trainer: take that call out."
+        )
+    server: dict[str, str] = {}
+    place = {"HOROVOD_ELASTIC": "0", "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(timeout_s)))}
+    # In elastic mode the last rank of many still has their numbers in its environment.
+    if not on_mpi and (world.size > 1 or is_elastic(os.environ)):
+        server = _serve(meeting)
+        place |= server | _place(meeting, interface)
+    with set_variables({**place, **settings}):
+        result = init()
+        is_dynamic = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
+    check_world(world, "Horovod", hvd.rank(), hvd.size())
+    if is_dynamic:
+        _variables.enter_context(set_variables(server))
+    return result
+
+
+_variables = ExitStack()
+"""Undoes what is set until Horovod ends: the server where the ranks of a process set that is added later meet."""
+_END_LOCK = threading.Lock()
+
+
+def stop_horovod(hvd: Any) -> None:
+    """End Horovod, if it runs, once: joining its thread from two others is undefined behaviour."""
+    with _END_LOCK:
+        if hvd.is_initialized():
+            hvd.shutdown()
+        _variables.close()
+
+
+def _place(meeting: Meeting, interface: str | None) -> dict[str, str]:
+    """Return the variables from which Horovod learns this rank's place in the world."""
+    world, peers = meeting.world, meeting.peers
     me = peers[world.rank]
     across = [peer for peer in peers if peer.local_rank == world.local_rank]
-    server, port = _rendezvous_address(world, store, address)
-    interface = interface or interface_name(address)
+    interface = interface or interface_name(meeting.address)
     return {
-        # In its elastic mode Horovod would ask for its rank by itself, and ask our server, which knows none.
-        "HOROVOD_ELASTIC": "0",
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_HOSTNAME": me.node,
@@ -117,21 +190,23 @@ def serve_horovod(
         "HOROVOD_LOCAL_SIZE": str(world.local_size),
         "HOROVOD_CROSS_RANK": str(across.index(me)),
         "HOROVOD_CROSS_SIZE": str(len(across)),
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": server,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         **({"HOROVOD_GLOO_IFACE": interface} if interface else {}),
     }
 
 
-def _rendezvous_address(world: World, store: dist.Store, address: str) -> tuple[str, int]:
-    """Return address and port of a server for Horovod's own rendezvous, which rank 0 starts. A collective.
+def _serve(meeting: Meeting) -> dict[str, str]:
+    """Return the variables of a server for Horovod's own rendezvous, which rank 0 starts. A collective.
 
     Also under horovodrun, which has such a server: a second start in one process would find the first one's
     entries there, and hang if a rank is quick.
     """
+    world, store = meeting.world, meeting.store
     key = f"horovod/{store.add(f'horovod/starts/{world.rank}', 1)}"  # a start must not get an earlier one's
     if world.is_first:
-        store.set(key, str(store_client.serve(address)))
+        store.set(key, str(store_client.serve(meeting.address)))
     endpoint = parse_endpoint(store.get(key).decode())
-    # Horovod asks for http://ADDRESS:PORT/SCOPE/KEY, whose path begins with the token by this.
-    return f"{endpoint.host}:{endpoint.port}/{endpoint.token}/horovod", endpoint.port
+    return {
+        # Horovod asks for http://ADDRESS:PORT/SCOPE/KEY, whose path begins with the token by this.
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"{endpoint.host}:{endpoint.port}/{endpoint.token}/horovod",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(endpoint.port),
+    }

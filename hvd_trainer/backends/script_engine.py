@@ -69,7 +69,6 @@ class ScriptEngine(Engine):
 
     def attach_horovod(self, shut_down: Callable[[], None]) -> None:
         """End Horovod, which the script has started, with the script: the others must not wait for this rank."""
-        atexit.unregister(shut_down)  # handlers of the script's may take their time, and exchange, after it
         self._shut_down = shut_down
 
     def attach_groups(self, close: Callable[[], None]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import os
 import socket
 import sys
 import threading
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from types import ModuleType
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvd_trainer.backends.horovod_start import import_horovod, serve_horovod, tuning
+from hvd_trainer.backends.horovod_start import Meeting, import_horovod, start_horovod, stop_horovod, tuning
 from hvd_trainer.backends.horovod_waiter import Waiter, completes_asynchronously
 from hvd_trainer.c10d.process_sets import ProcessSets
 from hvd_trainer.c10d.work import Completer, HorovodWork, NameQueue
@@ -28,7 +28,6 @@ from hvd_trainer.faults.collectives import CollectiveCall
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo, exchange_rank_info, resolve_nodes
 from hvd_trainer.utils.network import LOOPBACK, TEST_NET_ADDRESS, interface_name, outward_address
-from hvd_trainer.utils.process import set_variables
 
 REQUEST, ALTERNATIVE = 'init_process_group("horovod")', 'call init_process_group("gloo")'
 MAX_LEAVE_S = 10.0
@@ -53,32 +52,17 @@ class HorovodContext:
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self.hvd = import_horovod(REQUEST, ALTERNATIVE)
-        if self.hvd.is_initialized():
-            raise BackendError(
-                f"Horovod is already initialised in this process, and {REQUEST} initialises it: take one of them "
-                f"out."
-            )
         self.size = size
-        self.interface: str | None = None
-        limit_s = str(max(1, round(timeout.total_seconds())))
-        settings = tuning(os.environ, on_nccl=completes_asynchronously(self.hvd))
-        variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": limit_s, **settings}
-        if size == 1:
-            variables |= {"HOROVOD_ELASTIC": "0"}
-        else:
-            world, peers, address = meet(store, rank, size)
-            self.interface = interface_name(address)
-            variables |= serve_horovod(world, peers, store, address, os.environ.get("HOROVOD_GLOO_IFACE"))
-        self._variables = ExitStack()
-        if size > 2:
-            variables["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
-            # The ranks of a process set find each other by these, when it is added.
-            server = {
-                name: value for name, value in variables.items() if name.startswith("HOROVOD_GLOO_RENDEZVOUS")
-            }
-            self._variables.enter_context(set_variables(server))
-        with set_variables(variables):
-            self.hvd.init()
+        meeting = meet(store, rank, size)
+        self.interface = interface_name(meeting.address) if size > 1 else None
+        start_horovod(
+            self.hvd,
+            functools.partial(self.hvd.init, process_sets="dynamic" if size > 2 else None),
+            meeting,
+            timeout_s=timeout.total_seconds(),
+            settings=tuning(os.environ, on_nccl=completes_asynchronously(self.hvd)),
+            interface=os.environ.get("HOROVOD_GLOO_IFACE"),
+        )
         self.operations: ModuleType = importlib.import_module("horovod.torch.mpi_ops")
         self.process_sets = ProcessSets(self.hvd, store, rank, size)
         self.waiter = Waiter(self.hvd, MAX_LEAVE_S)
@@ -141,10 +125,9 @@ class HorovodContext:
         if self.size > 1 and not has_failed:
             self._wait_for_all()
         self.process_sets.leave()
-        self.hvd.shutdown()
+        stop_horovod(self.hvd)
         self.process_sets.join()
         self.completer.close()
-        self._variables.close()
 
     def _wait_for_all(self) -> None:
         try:
@@ -155,10 +138,10 @@ class HorovodContext:
             return  # another rank has ended Horovod, or does not come
 
 
-def meet(store: dist.Store, rank: int, size: int) -> tuple[World, list[RankInfo], str]:
-    """Return this process's place, all ranks, and its address for the others. A collective.
+def meet(store: dist.Store, rank: int, size: int) -> Meeting:
+    """Learn of all ranks, whoever started them. A collective.
 
-    Whoever started the ranks: they are on one node if their hosts have the same name, in the order of their ranks.
+    They are on one node if their hosts have the same name, in the order of their ranks.
     """
     master = os.environ.get("MASTER_ADDR", TEST_NET_ADDRESS)
     me = RankInfo(
@@ -170,7 +153,7 @@ def meet(store: dist.Store, rank: int, size: int) -> tuple[World, list[RankInfo]
     numbered = [replace(peer, local_rank=hosts[:number].count(peer.host)) for number, peer in enumerate(peers)]
     me = numbered[rank]
     world = resolve_nodes(replace(world, local_rank=me.local_rank, local_size=hosts.count(me.host)), numbered)
-    return world, numbered, me.address if world.num_nodes > 1 else LOOPBACK
+    return Meeting(world, numbered, store, me.address if world.num_nodes > 1 else LOOPBACK)
 
 
 class Contexts:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hvd_trainer.backends.horovod_start import stop_horovod
 from hvd_trainer.c10d.context import HorovodContext, contexts
 from hvd_trainer.c10d.monitored_barrier import monitored_barrier
 from hvd_trainer.c10d.work import HorovodWork
@@ -293,7 +294,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """End Horovod, with whatever is under way."""
-        self._hvd.shutdown()
+        stop_horovod(self._hvd)
 
     # Horovod's operations.
 

@@ -26,7 +26,7 @@ from hvd_trainer.hvd.common.request import Kind
 from hvd_trainer.hvd.mpi_ops import broadcast_, broadcast_async_, synchronize
 from hvd_trainer.hvd.optimizer import step_on_zeros
 from hvd_trainer.utils.optimizer_state import load_in_place
-from hvd_trainer.utils.pieces import move_in_pieces
+from hvd_trainer.utils.pieces import as_tensor, move_bytes, move_in_pieces
 from hvd_trainer.utils.tensors import parameters_of
 
 MIN_BUFFER_BYTES = 2**16
@@ -107,19 +107,20 @@ def broadcast_object(
         process_set: the ranks that take part.
     """
     is_root = basics.rank() == root_rank
-    payload, buffers = _dump(obj) if is_root else (b"", [])
+    payload, buffers = _dump(obj) if is_root else (None, [])
+
     # Not named after the object's type, as in Horovod: other ranks may well pass None.
-    size_name, name = (None, None) if name is None else (f"{name}.sz", f"{name}.t")
-    size = broadcast_(torch.tensor([len(payload)]), root_rank, size_name, process_set)
-    received = _as_tensor(payload) if is_root else torch.empty(int(size), dtype=torch.uint8)
-    broadcast_(received, root_rank, name, process_set)
+    def move(part: Tensor) -> None:
+        broadcast_(part, root_rank, name, process_set)
+
+    received = move_bytes(payload, move)
     if is_root:
-        sizes, pickled = [], b""
-    else:
-        sizes, pickled = cloudpickle.loads(received.numpy())
-        buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-    move_in_pieces(buffers, lambda piece: broadcast_(piece, root_rank, name, process_set), receives=not is_root)
-    return obj if is_root else cloudpickle.loads(pickled, buffers=[buffer.numpy() for buffer in buffers])
+        move_in_pieces(buffers, move, receives=False)
+        return obj
+    sizes, pickled = cloudpickle.loads(received.numpy())
+    buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    move_in_pieces(buffers, move, receives=True)
+    return cloudpickle.loads(pickled, buffers=[buffer.numpy() for buffer in buffers])
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
@@ -129,7 +130,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         obj: anything that cloudpickle takes.
         name: by which ranks match the operation; None: as in `allreduce`.
     """
-    payload = _as_tensor(cloudpickle.dumps(obj))
+    payload = as_tensor(cloudpickle.dumps(obj))
     name = None if name is None else f"{name}.t"
     operation = Collective(Kind.ALLGATHER, [payload], name, global_process_set).submit(will_wait=True)
     rows, (lengths,) = operation.result(), operation.request.result
@@ -165,7 +166,3 @@ def _dump(obj: Any) -> tuple[bytes, list[Tensor]]:
 
     _Pickler(file, protocol=5, buffer_callback=is_inside).dump(obj)
     return cloudpickle.dumps(([len(buffer) for buffer in buffers], file.getvalue())), buffers
-
-
-def _as_tensor(payload: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)

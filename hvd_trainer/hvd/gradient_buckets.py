@@ -47,6 +47,15 @@ _Layout = tuple[tuple[_Gradient, ...], ...]
 """The gradients in each bucket."""
 
 
+class _Proposal(msgspec.Struct, frozen=True, array_like=True):
+    """What a member says of its gradients."""
+
+    buckets: _Layout
+    """of those that are dense, or not there"""
+    sparse: dict[str, int]
+    """in how many dimensions each of the others is sparse"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
     """How gradients are combined: multiplied, reduced, multiplied again."""
@@ -117,17 +126,23 @@ def agree(
     process_set: ProcessSet,
     controller: Controller,
     groups: Sequence[Sequence[Tensor]],
+    sparse: Mapping[Tensor, int],
     names: Mapping[Tensor, str],
     reduction: Reduction,
-) -> GradientBuckets | None:
-    """Agree with the other members of a process set on buckets. A collective.
+) -> tuple[GradientBuckets | None, dict[Tensor, int]]:
+    """Agree with the other members of a process set on which gradients are sparse, and on buckets for the others.
+
+    A collective.
 
     Args:
         controller: of the process set.
         groups: the parameters that may share a bucket, in the order in which `backward` is expected to reach them.
+        sparse: in how many dimensions the gradients of other parameters are sparse on this rank.
+        names: of all parameters of the optimizer.
 
     Returns:
-        The buckets, those of the first member; None: ranks have different gradients.
+        The buckets, those of the first member, or None if ranks have different gradients; and in how many
+        dimensions each gradient is sparse that is so on some rank.
 
     Raises:
         HorovodInternalError: operations have ended.
@@ -135,23 +150,20 @@ def agree(
     fusion_bytes = controller.settings.fusion_bytes
     limits = [min(dist._DEFAULT_FIRST_BUCKET_BYTES, fusion_bytes), min(BUCKET_BYTES, fusion_bytes)]
     parts = [[group[i] for i in part] for group in groups for part in assign(group, limits, range(len(group)))]
-    proposed = tuple(
-        tuple(_described(gradient, names[gradient], reduction) for gradient in part) for part in parts
+    proposal = _Proposal(
+        tuple(tuple(_described(gradient, names[gradient], reduction) for gradient in part) for part in parts),
+        {names[parameter]: dims for parameter, dims in sparse.items()},
     )
-    parameters = {names[parameter]: parameter for group in groups for parameter in group}
+    parameters = {name: parameter for parameter, name in names.items()}
     signature = Signature(
         kind=Kind.GRADIENTS,
         name=f"{Kind.GRADIENTS}.{min(parameters)}",
-        details=msgspec.msgpack.encode(proposed),
+        details=msgspec.msgpack.encode(proposal),
     )
-    request = Request(signature, action=partial(_agreed, controller))
-    controller.submit(request, will_wait=True)
-    controller.wait(request)
-    if request.error is not None:
-        raise request.error
-    if request.result is None:
-        return None
-    number, layout = request.result
+    number, layout, agreed = controller.run(Request(signature, action=partial(_agreed, controller)))
+    agreed_sparse = {parameters[name]: dims for name, dims in agreed.items()}
+    if layout is None:
+        return None, agreed_sparse
     buckets = [
         Bucket.of([parameters[gradient.name] for gradient in bucket], i, DTYPES[bucket[0].dtype])
         for i, bucket in enumerate(layout)
@@ -159,17 +171,33 @@ def agree(
     exchange = NegotiatedBuckets(
         process_set, controller, buckets, [bucket[0].name for bucket in layout], number, reduction.op
     )
-    return GradientBuckets(
+    reduced = GradientBuckets(
         buckets, exchange, factor_before=reduction.factor_before, factor_after=reduction.factor_after
     )
+    return reduced, agreed_sparse
 
 
-def _agreed(controller: Controller, signatures: Sequence[Signature | None]) -> tuple[int, _Layout] | None:
-    """Return a number and the first member's layout, if all that have not joined have the same gradients."""
+def _agreed(
+    controller: Controller, signatures: Sequence[Signature | None]
+) -> tuple[int, _Layout | None, dict[str, int]]:
+    """Return a number, the first member's layout without what is sparse, and that, of all that have not joined.
+
+    Without a layout if they have different gradients.
+    """
     number = controller.next_number(Kind.GRADIENTS)  # in an order that is the same on all members
-    layouts = [msgspec.msgpack.decode(s.details, type=_Layout) for s in signatures if s is not None]
+    proposals = [msgspec.msgpack.decode(s.details, type=_Proposal) for s in signatures if s is not None]
+    sparse: dict[str, int] = {}
+    for proposal in proposals:
+        for name, dims in proposal.sparse.items():
+            sparse[name] = max(dims, sparse.get(name, 0))
+    layouts = [
+        [tuple(gradient for gradient in bucket if gradient.name not in sparse) for bucket in proposal.buckets]
+        for proposal in proposals
+    ]
     described = [{gradient for bucket in layout for gradient in bucket} for layout in layouts]
-    return (number, layouts[0]) if all(other == described[0] for other in described) else None
+    if any(other != described[0] for other in described):
+        return number, None, sparse
+    return number, tuple(filter(None, layouts[0])), sparse
 
 
 def _described(parameter: Tensor, name: str, reduction: Reduction) -> _Gradient:

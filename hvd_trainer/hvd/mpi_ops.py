@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvd_trainer.backends.sparse_gradients import start_sum
 from hvd_trainer.hvd.collective import Collective, check_has_rows, handles
 from hvd_trainer.hvd.common import basics
 from hvd_trainer.hvd.common.basics import *  # noqa: F403
@@ -263,19 +264,11 @@ def sparse_allreduce_async(
     Returns:
         A function that waits and returns the sparse tensor, not coalesced.
     """
-    # Gathered along the first dimension, so the indices have to be rows.
-    rows = tensor._indices().transpose(0, 1).contiguous()
-    gathered_rows = Collective(Kind.ALLGATHER, [rows], f"{name}.indices", process_set).submit()
-    values_name = f"{name}.values"
-    gathered_values = Collective(Kind.ALLGATHER, [tensor._values()], values_name, process_set).submit()
 
-    def wait() -> Tensor:
-        values, indices = gathered_values.result(), gathered_rows.result()
-        if op == Op.AVERAGE:
-            values = values / process_set.size()
-        return torch.sparse_coo_tensor(indices.transpose(0, 1), values, tensor.size())
+    def gather(part: Tensor, name: str) -> Callable[[], Tensor]:
+        return Collective(Kind.ALLGATHER, [part], name, process_set).submit().result
 
-    return wait
+    return start_sum(tensor, name, gather, (process_set.size() or 1) if op == Op.AVERAGE else 1)
 
 
 # Allgather.

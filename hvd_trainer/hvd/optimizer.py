@@ -8,14 +8,16 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvd_trainer.backends.backward_passes import BackwardPasses, WatchedGradient
 from hvd_trainer.backends.buckets import Bucket, GradientBuckets
+from hvd_trainer.backends.sparse_gradients import as_sparse, sparse_dims
 from hvd_trainer.hvd.collective import controller_of
 from hvd_trainer.hvd.common import basics
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
@@ -97,99 +99,97 @@ def _check_groups(groups: int | list[list[Tensor]] | None) -> None:
         seen.add(parameter)
 
 
-@dataclass(eq=False)
-class _BackwardPasses:
-    """Counts the gradients of each parameter since the last step, by hooks that live as long as this object."""
+@dataclass(slots=True, eq=False)
+class _Gradient(WatchedGradient):
+    """A gradient, and the bucket that ranks have agreed on for it."""
 
-    names: dict[Tensor, str]
-    """of the parameters"""
-    per_step: int
-    """after how many passes a gradient is complete"""
-    _optimizer: Callable[[], Optimizer | None] = field(default=lambda: None, init=False)
-    _counts: dict[Tensor, int] = field(default_factory=dict, init=False)
-    _hooked: dict[Tensor, None] = field(default_factory=dict, init=False)
+    bucket: Bucket | None = None
 
-    @property
-    def have_begun(self) -> bool:
-        """Whether there are gradients that no step has used."""
-        return bool(self._counts)
 
-    def reset(self) -> None:
-        """Start to count for the next step."""
-        self._counts.clear()
+class _BackwardPasses(BackwardPasses[_Gradient]):
+    """Counts the gradients of an optimizer, to which parameters may be added.
+
+    Args:
+        names: of the parameters.
+        per_step: as in `BackwardPasses`.
+    """
+
+    def __init__(self, names: dict[Tensor, str], per_step: int) -> None:
+        super().__init__(per_step)
+        self.names = names
+        self._optimizer: Callable[[], Optimizer | None] = lambda: None
 
     def of(self, optimizer: Optimizer) -> None:
         """Count the gradients of an optimizer, which has this object."""
         self._optimizer = weakref.ref(optimizer)
-        self.watch()
+        self.watch_all()
 
     @property
     def parameters(self) -> list[Tensor]:
         """The optimizer's parameters that require a gradient, or did."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        return [p for p in parameters_of(optimizer) if p.requires_grad or p in self._hooked]
+        return [p for p in parameters_of(optimizer) if p.requires_grad or p in self.gradients]
 
-    def watch(self) -> bool:
+    def watch_all(self) -> bool:
         """Count the gradients of all parameters that require one; return whether there are further ones."""
-        added = [parameter for parameter in self.parameters if parameter not in self._hooked]
-        # A parameter outlives the optimizer, and may get another: its hook must not keep this object alive.
-        me = weakref.ref(self)
-
-        def hook(parameter: Tensor) -> None:
-            passes = me()
-            if passes is not None:
-                passes._count(parameter)
-
+        added = [parameter for parameter in self.parameters if parameter not in self.gradients]
         for parameter in added:
-            handle = parameter.register_post_accumulate_grad_hook(hook)
-            weakref.finalize(self, handle.remove)
-            self._hooked[parameter] = None
+            self.watch(_Gradient(parameter))
         optimizer = self._optimizer()
         if optimizer is not None and any(parameter not in self.names for parameter in added):
             for parameter, name in _numbered(optimizer):  # added to the optimizer since it was wrapped
                 self.names.setdefault(parameter, name)
         return bool(added)
 
-    def _count(self, parameter: Tensor) -> None:
-        if not basics.is_initialized() or basics.size() == 1:
-            return
-        count = self._counts.get(parameter, 0)
-        if count >= self.per_step:
-            raise AssertionError(TOO_MANY_PASSES.format(passes=self.per_step))
-        assert parameter.grad is not None
-        if parameter.grad.requires_grad:
-            raise AssertionError(GRAD_HAS_GRAPH.format(name=self.names[parameter]))
-        self._counts[parameter] = count + 1
-        if count + 1 == self.per_step:
-            self.complete(parameter)
+    @property
+    def is_counting(self) -> bool:  # noqa: D102
+        return basics.is_initialized() and basics.size() > 1
 
-    def complete(self, parameter: Tensor) -> None:
-        """Act on a gradient that is complete."""
+    def complete(self, gradient: _Gradient) -> None:  # noqa: D102
+        grad = gradient.parameter.grad
+        if grad is not None and grad.requires_grad:
+            raise AssertionError(GRAD_HAS_GRAPH.format(name=self.names[gradient.parameter]))
+
+    def too_many(self, gradient: _Gradient) -> AssertionError:  # noqa: D102
+        return AssertionError(TOO_MANY_PASSES.format(passes=self.per_step))
 
 
-@dataclass(eq=False, kw_only=True)
 class _GradientReducer(_BackwardPasses):
-    """Reduces the gradients of one optimizer over ranks, in buckets as far as ranks agree on them."""
+    """Reduces the gradients of one optimizer over ranks, in buckets as far as ranks agree on them.
 
-    compression: type[Compressor]
-    """type on the wire"""
-    op: int
-    """Average, Sum, or others of `hvd`"""
-    predivide: float
-    """of an average, divided by before the sum instead of after it"""
-    groups: int | list[list[Tensor]] | None
-    """how many buckets of parameters, or which; None: as many as their sizes need"""
-    sparse_as_dense: bool
-    """whether sparse gradients travel as dense ones"""
-    process_set: ProcessSet
-    """the ranks that take part"""
-    _started: dict[Tensor, Callable[[], None]] = field(default_factory=dict, init=False)
-    """what waits for the reduction of a gradient by its name, and stores the result"""
-    _buckets: GradientBuckets | None = field(default=None, init=False)
-    _bucket_of: dict[Tensor, Bucket] = field(default_factory=dict, init=False)
-    _is_in_step: bool = field(default=False, init=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    Args:
+        names, per_step: as in `_BackwardPasses`.
+        compression: type on the wire.
+        op: Average, Sum, or others of `hvd`.
+        predivide: of an average, divided by before the sum instead of after it.
+        groups: how many buckets of parameters, or which; None: as many as their sizes need.
+        sparse_as_dense: whether sparse gradients travel as dense ones.
+        process_set: the ranks that take part.
+    """
+
+    def __init__(
+        self,
+        names: dict[Tensor, str],
+        per_step: int,
+        *,
+        compression: type[Compressor],
+        op: int,
+        predivide: float,
+        groups: int | list[list[Tensor]] | None,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        super().__init__(names, per_step)
+        self.compression, self.op, self.predivide = compression, op, predivide
+        self.groups, self.sparse_as_dense, self.process_set = groups, sparse_as_dense, process_set
+        self._started: dict[Tensor, Callable[[], None]] = {}
+        """what waits for the reduction of a gradient by its name, and stores the result"""
+        self._buckets: GradientBuckets | None = None
+        self._sparse: dict[Tensor, int] = {}
+        """in how many dimensions gradients are sparse on some rank"""
+        self._is_in_step = False
+        self._lock = threading.Lock()
 
     def reset(self) -> None:  # noqa: D102
         if self._buckets is not None:
@@ -201,25 +201,27 @@ class _GradientReducer(_BackwardPasses):
         super().reset()
         self._started, self._is_in_step = {}, False
 
-    def complete(self, parameter: Tensor) -> None:
+    def complete(self, gradient: _Gradient) -> None:
         """Start to reduce a gradient, unless ranks have yet to agree on buckets."""
+        super().complete(gradient)
         # On several devices gradients are finished by several threads.
         with self._lock:
             if not self._is_in_step:
                 self._begin_step()
-        if self._buckets is None and self.compression in BUILT_IN:
+        if self._buckets is None:
             return
-        bucket = self._bucket_of.get(parameter)
-        if bucket is None:
-            self._start(parameter)
-        elif self._buckets is not None:
-            self._buckets.add(bucket)
+        if gradient.bucket is None:
+            self._start(gradient.parameter)
+        else:
+            self._buckets.add(gradient.bucket)
 
     def _begin_step(self) -> None:
         """Leave the buckets if they are over, or there are further parameters, on all ranks in the same step."""
         self._is_in_step = True
-        if self.watch() or (self._buckets is not None and self._buckets.exchange.is_over):
-            self._buckets, self._bucket_of = None, {}
+        if self.watch_all() or (self._buckets is not None and self._buckets.exchange.is_over):
+            self._buckets = None
+            for gradient in self.gradients.values():
+                gradient.bucket = None
 
     def finish(self) -> None:
         """Reduce what is not being reduced yet, and store all results in the parameters' gradients.
@@ -230,10 +232,10 @@ class _GradientReducer(_BackwardPasses):
             return
         if not self._is_in_step:
             self._begin_step()
-        if self._buckets is None and self.compression in BUILT_IN:
+        if self._buckets is None:
             self._agree_on_buckets()
-        for parameter in self._hooked:
-            if parameter not in self._bucket_of and parameter not in self._started:
+        for parameter, gradient in self.gradients.items():
+            if gradient.bucket is None and parameter not in self._started:
                 self._start(parameter)
         if self._buckets is not None:
             self._buckets.launch_rest()
@@ -245,25 +247,28 @@ class _GradientReducer(_BackwardPasses):
             self._buckets.wait(_store_all)
 
     def _agree_on_buckets(self) -> None:
-        """Agree on buckets of all dense gradients, in the reverse order of the parameters."""
-        dense = [
-            parameter
-            for parameter in self.parameters
-            if parameter.dtype in REDUCIBLE
-            and (self.sparse_as_dense or parameter.grad is None or not parameter.grad.is_sparse)
-        ]
+        """Agree on which gradients are sparse, and on buckets of the others in the parameters' reverse order."""
+        parameters = [parameter for parameter in self.parameters if parameter in self.gradients]
+        self._sparse = {p: dims for p in parameters if (dims := sparse_dims(p.grad)) and not self.sparse_as_dense}
         controller = controller_of(self.process_set)
-        if dense and len(controller.ranks) > 1:
-            reduction = Reduction(
-                op=self.op,
-                factor_before=1.0 / self.predivide,
-                factor_after=self.predivide / (len(controller.ranks) if self.op == Op.AVERAGE else 1),
-                compression=self.compression,
-            )
-            groups = self._grouped(dense[::-1])
-            self._buckets = agree(self.process_set, controller, groups, self.names, reduction)
-        if self._buckets is not None:
-            self._bucket_of = {p: bucket for bucket in self._buckets.buckets for p in bucket.parameters}
+        if not parameters or len(controller.ranks) == 1:
+            return
+        # Another compressor may want each gradient by itself.
+        buckets = parameters[::-1] if self.compression in BUILT_IN else []
+        dense = [p for p in buckets if p.dtype in REDUCIBLE and p not in self._sparse]
+        reduction = Reduction(
+            op=self.op,
+            factor_before=1.0 / self.predivide,
+            factor_after=self.predivide / (len(controller.ranks) if self.op == Op.AVERAGE else 1),
+            compression=self.compression,
+        )
+        names = {parameter: self.names[parameter] for parameter in parameters}
+        self._buckets, self._sparse = agree(
+            self.process_set, controller, self._grouped(dense), self._sparse, names, reduction
+        )
+        for bucket in [] if self._buckets is None else self._buckets.buckets:
+            for parameter in bucket.parameters:
+                self.gradients[parameter].bucket = bucket
 
     def _grouped(self, parameters: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         """Return the parameters that may share a bucket, in the given order."""
@@ -279,13 +284,15 @@ class _GradientReducer(_BackwardPasses):
 
     def _start(self, parameter: Tensor) -> None:
         """Start to reduce a gradient by its name."""
+        name, dims = self.names[parameter], self._sparse.get(parameter)
+        if dims is not None:
+            sparse = as_sparse(parameter.grad, parameter, dims)
+            wait = sparse_allreduce_async(sparse, name, self.op, self.process_set)
+            self._started[parameter] = lambda: setattr(parameter, "grad", wait())
+            return
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        grad, name = parameter.grad, self.names[parameter]
-        if grad.is_sparse and not self.sparse_as_dense:
-            finish = sparse_allreduce_async(grad, name, self.op, self.process_set)
-            self._started[parameter] = lambda: setattr(parameter, "grad", finish())
-            return
+        grad = parameter.grad
         dense = grad.to_dense() if grad.is_sparse else grad
         wire, context = self.compression.compress(dense.contiguous())
         handle = allreduce_async_(
@@ -463,7 +470,7 @@ class _AdasumOptimizer(_DistributedOptimizer):
         Args:
             closure: computes the loss and the gradients.
         """
-        self._passes.watch()
+        self._passes.watch_all()
         parameters = [parameter for parameter in self._passes.parameters if parameter.requires_grad]
         starts = [parameter.detach().clone() for parameter in parameters]
         loss = self._update(closure)

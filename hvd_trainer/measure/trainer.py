@@ -16,8 +16,6 @@ from hvd_trainer.data import Batch
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.listener import End, Listener, Step
 from hvd_trainer.measure.message import BACKEND, Message
-from hvd_trainer.measure.recorders import recorders
-from hvd_trainer.measure.script_facts import digest
 from hvd_trainer.observe.callback import Observer, RunView
 from hvd_trainer.observe.summary import facts
 
@@ -66,6 +64,8 @@ def obey(message: Message, options: TrainerOptions) -> TrainerOptions:
 
 def observer(message: Message, rank: int, size: int) -> TrainerEvents:
     """Return the observer that records what the message asks for."""
+    from hvd_trainer.measure.recorders import recorders  # a job that is not measured starts without them
+
     events = TrainerEvents(*recorders(message, rank, size))
     events.needs_norm = message.trace_steps is not None
     return events
@@ -103,6 +103,8 @@ class TrainerEvents(Observer):
             "in_parts": run.options.parallel.is_staged or run.options.parallel.shard != "none",
             "sequence_length": flatten(run.options).get("sequence_length"),
         }
+        from hvd_trainer.measure.script_facts import digest
+
         weights = digest(parameter for parameter in run.model.parameters() if not parameter.is_meta)
         for listener in self._listeners:
             listener.on_end(End(work, self._results, weights))

@@ -15,6 +15,25 @@ from hvd_trainer.utils.tensors import as_bytes
 PIECE_BYTES = 2**25
 
 
+def move_bytes(payload: bytes | None, move: Callable[[Tensor], object]) -> Tensor:
+    """Send bytes, or receive as many as come; return them as a tensor (uint8).
+
+    Args:
+        payload: to send; None: to be received.
+        move: sends a tensor on the host, or fills it.
+    """
+    length = torch.tensor([0 if payload is None else len(payload)])
+    move(length)
+    content = torch.empty(int(length), dtype=torch.uint8) if payload is None else as_tensor(payload)
+    move(content)
+    return content
+
+
+def as_tensor(payload: bytes) -> Tensor:
+    """Return bytes as a tensor (uint8) of its own."""
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+
+
 def move_in_pieces(tensors: Sequence[Tensor], move: Callable[[Tensor], object], *, receives: bool) -> None:
     """Send the contents of tensors, or fill tensors of the same types and shapes, in the same order.
 

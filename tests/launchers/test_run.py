@@ -365,6 +365,20 @@ SMALL_SCRIPTS = [
         *(("--np", 2, "--backend", "horovod"), 0, "interface chosen"),
         marks=requires("horovod"),
     ),
+    # The ranks of a set that is added later did not find each other, and Horovod ended after 30 s.
+    pytest.param(
+        "import torch, horovod.torch as hvd\n"
+        "for _ in range(2):\n"
+        "    hvd.init(process_sets='dynamic')\n"
+        "    ends = hvd.add_process_set([0, 2])\n"
+        "    if hvd.rank() != 1: total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=ends)\n"
+        "    last = hvd.rank() == 2\n"
+        "    hvd.barrier()\n"
+        "    hvd.shutdown()\n"
+        "if last: print('total:', total.item())",
+        *(("--np", 3, "--backend", "horovod"), 0, "total: 2.0"),
+        marks=requires("horovod"),
+    ),
 ]
 
 

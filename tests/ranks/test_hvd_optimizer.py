@@ -257,7 +257,7 @@ def check_two_threads_of_backward() -> None:
         parameter.grad = torch.full_like(parameter, hvd.rank())
     slow = property(lambda exchange: time.sleep(0.3) or True)
     with mock.patch.object(NegotiatedBuckets, "is_over", slow), ThreadPoolExecutor() as pool:
-        assert [*pool.map(optimizer._reducer._count, model.parameters())] == [None, None]
+        assert [*pool.map(optimizer._reducer._count, optimizer._reducer.gradients.values())] == [None, None]
     assert optimizer._reducer._buckets is None
     optimizer.step()
     assert [parameter.grad.unique().tolist() for parameter in model.parameters()] == [[1], [1]]
@@ -307,9 +307,9 @@ def check_models_of_the_same_names_at_once() -> None:
             )
             for model in models
         ]
-        for _ in range(1 if compression is Own else 3):
+        for step in range(2 if compression is Own else 3):
             loss = sum(model(torch.full((1, 2), hvd.rank() + 1.0)).sum() for model in models)
-            if compression is Own:
+            if compression is Own and step:  # in the first, they go one model after the other
                 with pytest.raises(ValueError, match=r"named_parameters\(prefix='generator'\)"):
                     loss.backward()
                 continue

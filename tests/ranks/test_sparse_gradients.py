@@ -1,4 +1,4 @@
-"""Sparse gradients on Horovod: averaged by name, also where a rank has none; nothing stays on the model."""
+"""Sparse gradients on Horovod and in `hvd`: averaged also where a rank has none; nothing stays on the model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from launchers import requires, run_ranks
 from torch import nn
 
+from hvd_trainer import hvd
 from hvd_trainer.backends import Backend, EngineOptions, create
 from hvd_trainer.backends.horovod_reducer import HorovodSparseReducer
 from hvd_trainer.backends.horovod_waiter import Waiter
@@ -69,9 +70,53 @@ def test_rank_may_lack_a_sparse_gradient() -> None:
     }
 
 
+class OwnCompressor(hvd.Compression.none):  # type: ignore[name-defined,misc]  # a class
+    """A compressor of the user's, with which each gradient travels by itself."""
+
+
+def train_by_hvd(compression: type) -> tuple[int, dict[str, list[float]]]:
+    """Train as `train` does; `sometimes` gets a gradient in the second step alone, and on the last rank alone."""
+    hvd.init()
+    model, rank = Tables(), hvd.rank()
+    sometimes = nn.Embedding(4, 2, sparse=True)
+    nn.init.ones_(sometimes.weight)
+    named = [*model.named_parameters(), ("sometimes", sometimes.weight)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([parameter for _, parameter in named], lr=1.0), named, compression
+    )
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = model.used_by(min(rank, 1))
+        if step and rank == hvd.size() - 1:
+            loss = loss + sometimes(torch.tensor([2])).sum()
+        loss.backward()
+        optimizer.step()
+    weights = {name: parameter[:, 0].tolist() for name, parameter in named}
+    hvd.shutdown()
+    return rank, weights
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.none, OwnCompressor])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rank_may_lack_a_sparse_gradient_of_hvd(size: int, compression: type) -> None:
+    """It asked for an all-reduce of zeros, and the others for a gathering of rows: all hung."""
+    one, *others = run_ranks(train_by_hvd, num_processes=size, args=[compression])
+    assert others == [one] * (size - 1)
+    first, last = 1 / size, (size - 1) / size  # how many ranks use the table
+    assert one == {
+        "tables.first.weight": pytest.approx([1.0, 1 - 2 * first, 1.0, 1.0]),
+        "tables.last.weight": pytest.approx([1.0, 1 - 2 * last, 1.0, 1.0]),
+        "tables.all.weight": pytest.approx([1 - 4 * first, 1 - 4 * last, 1.0, 1.0]),
+        "tables.tied.weight": pytest.approx([*[1 - 2 * last] * 3, -1.0]),
+        "tables.unused.weight": [1.0] * 4,
+        "sometimes": pytest.approx([1.0, 1.0, 1 - first, 1.0]),
+    }
+
+
 def test_wait_for_sparse_gradients_has_a_limit() -> None:
     """Horovod's own `synchronize` waited for ever for a rank that was stuck."""
     hvd: Any = SimpleNamespace(
+        size=lambda: 2,
         allgather_async=lambda tensor, name: 1,
         poll=lambda handle: False,
         mpi_ops=SimpleNamespace(mpi_lib=SimpleNamespace()),

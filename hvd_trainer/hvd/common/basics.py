@@ -203,12 +203,7 @@ class Runtime(Engine):
         name = f"{kind} of ranks {', '.join(map(str, ranks))}"
         action = self._add_set if kind == Kind.ADD_SET else self._remove_set
         request = Request(Signature(kind=kind, name=name, splits=tuple(ranks)), action=lambda _: action([*ranks]))
-        controller = self.controller(0)
-        controller.submit(request, will_wait=True)
-        controller.wait(request)
-        if request.error is not None:
-            raise request.error
-        result: int | None = request.result
+        result: int | None = self.controller(0).run(request)
         return result
 
     def _remove_set(self, ranks: list[int]) -> int | None:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,6 +131,18 @@ class Controller:
         request.waits_soon = waits_soon
         if not will_wait and (not waits_soon or self._is_asleep):
             self._wake_thread()
+
+    def run(self, request: Request) -> Any:
+        """Ask for an operation without tensors, and return its result when it is done.
+
+        Raises:
+            ValueError, HorovodInternalError: as `submit`, or the operation has failed.
+        """
+        self.submit(request, will_wait=True)
+        self.wait(request)
+        if request.error is not None:
+            raise request.error
+        return request.result
 
     def next_number(self, kind: str) -> int:
         """Return the number of a request that has no name, counted for each kind of operation.

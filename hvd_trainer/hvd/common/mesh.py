@@ -41,7 +41,7 @@ class Mesh:
     def __init__(
         self, store: dist.Store, member: int, size: int, *, address: str, on_wait: Callable[[], None]
     ) -> None:
-        self._member, self._size, self._on_wait = member, size, on_wait
+        self._size, self._on_wait = size, on_wait
         with network.listen(address, 0) as listener:
             token = secrets.token_hex(TOKEN_BYTES)
             store.set(f"mesh {member}", str(Endpoint(address, listener.getsockname()[1], token)))

@@ -28,7 +28,6 @@ from hvd_trainer.launch.launchers import without_ranks
 from hvd_trainer.launch.world import detect, is_elastic
 from hvd_trainer.tools.run.torch_groups import STARTED_BY_TORCH, wrap_torch
 from hvd_trainer.utils.import_hooks import ImportHooks, wrap
-from hvd_trainer.utils.process import set_variables
 from hvd_trainer.utils.text import COMMAND
 
 if TYPE_CHECKING:  # torch is imported when the script imports it
@@ -213,27 +212,29 @@ def _wrap_horovod(module: ModuleType, script: ScriptEngine | None) -> None:
             if script is not None and script.is_in_charge:
                 atexit.unregister(self.shutdown)  # others may still exchange: the session ends it
             return result
-        from hvd_trainer.backends.horovod_operations import tell_monitor
-        from hvd_trainer.backends.horovod_start import serve_horovod
-        from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, completes_asynchronously
-        from hvd_trainer.rendezvous.ranks import check_world
-
         if script is None or not script.is_in_charge:
+            from hvd_trainer.rendezvous.ranks import check_world
+
             result = original(self, *args, **kwargs)
             check_world(detect(os.environ), "Horovod", self.rank(), self.size())
             return result
-        started = script.meet(uses_nccl=bool(self.nccl_built()))
-        variables: dict[str, str] = {}
-        if started.world.size > 1:
-            interface = os.environ.get("HOROVOD_GLOO_IFACE")
-            variables = serve_horovod(started.world, started.peers, started.store, started.address, interface)
-        if completes_asynchronously(self):
-            variables |= {name: value for name, value in ASYNC_COMPLETION.items() if name not in os.environ}
-        with set_variables(variables):
-            result = original(self, *args, **kwargs)
-        check_world(started.world, "Horovod", self.rank(), self.size())
+        from hvd_trainer.backends.horovod_operations import tell_monitor
+        from hvd_trainer.backends.horovod_start import Meeting, start_horovod, stop_horovod
+        from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, completes_asynchronously
+
+        session = script.meet(uses_nccl=bool(self.nccl_built()))
+        settings = ASYNC_COMPLETION if completes_asynchronously(self) else {}
+        result = start_horovod(
+            self,
+            functools.partial(original, self, *args, **kwargs),
+            Meeting.of(session),
+            timeout_s=session.options.startup_timeout_s,
+            settings={name: value for name, value in settings.items() if name not in os.environ},
+            interface=os.environ.get("HOROVOD_GLOO_IFACE"),
+        )
         tell_monitor(sys.modules["horovod.torch.mpi_ops"])
-        script.attach_horovod(self.shutdown)
+        atexit.unregister(self.shutdown)  # handlers of the script's may take their time, and exchange, after it
+        script.attach_horovod(functools.partial(stop_horovod, self))
         return result
 
     wrap("init", init, module.HorovodBasics)

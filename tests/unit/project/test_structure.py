@@ -270,7 +270,8 @@ AT_A_START = {
     "self.session.start": {"backends.base"},
     "session.start": {"hvd.common.basics", "backends.script_engine"},
     # Each start of Horovod itself: of the Trainer, of `hvd.init` in a script, and below torch.distributed.
-    "serve_horovod": {"backends.horovod", "tools.run.engines", "c10d.context"},
+    "start_horovod": {"backends.horovod", "tools.run.engines", "c10d.context"},
+    "_serve": {"backends.horovod_start"},
 }
 """What is done once, at a start, for all roads: calls, and the modules that make them."""
 
