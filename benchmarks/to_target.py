@@ -1,7 +1,7 @@
 """How long does the MNIST job train until it is as good as this? Over many seeds, from the end of the first step.
 
     python -m benchmarks.to_target --data-dir ../shared/data/mnist --seeds 30
-    python -m benchmarks.to_target --data-dir ../shared/data/mnist -- --compile --compile-mode reduce-overhead
+    python -m benchmarks.to_target --data-dir ../shared/data/mnist -- --compile reduce-overhead
 
 What stands behind -- are options of the job, beside or instead of those that RECIPE has.
 """

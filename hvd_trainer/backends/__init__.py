@@ -8,7 +8,6 @@ from typing import Any
 
 from hvd_trainer.backends.base import Backend, ReplicaGrouping, StepResult
 from hvd_trainer.backends.collectives import ReduceOp
-from hvd_trainer.backends.devices import Devices
 from hvd_trainer.backends.session import Session
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import OptionError
@@ -27,7 +26,7 @@ def create(
     options: EngineOptions | None = None,
     environ: MutableMapping[str, str] | None = None,
     grouping: ReplicaGrouping | None = None,
-    devices: Devices = 1,
+    devices: int = 1,
     ddp_kwargs: Mapping[str, Any] | None = None,
 ) -> Backend:
     """Make the engine that `options.backend` names, not yet started.

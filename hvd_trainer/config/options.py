@@ -88,10 +88,9 @@ class TrainOptions:
     reproducible: int | None = None
     """cut the global batch into this many virtual ranks (a power of two): the same bits on 1, 2, 4, ... ranks of
     either engine; then --batch-size is per virtual rank"""
-    compile: bool = False
-    """compile the model with torch.compile"""
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
-    """its mode: on GPUs, reduce-overhead and max-autotune launch what they have compiled as CUDA graphs"""
+    compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
+    """compile the model with torch.compile, in this mode: on GPUs, reduce-overhead and max-autotune launch what
+    they have compiled as CUDA graphs"""
     tf32: bool = False
     """on GPUs: multiply float32 matrices in TF32, faster and with 10 bits of mantissa"""
     channels_last: bool = False
@@ -114,8 +113,6 @@ class LogOptions:
     """steps between two lines in metrics.jsonl"""
     quiet: Annotated[bool, COMMON] = False
     """print errors only"""
-    verbose: bool = False
-    """print more of what is decided at the start"""
 
 
 @dataclass(frozen=True)
@@ -152,8 +149,6 @@ class ParallelOptions:
     parallel, and --batch-size is per copy"""
     devices_per_rank: Annotated[int, Ge(1)] = 1
     """devices of each process, with a part of the model on each"""
-    devices: tuple[str, ...] = ()
-    """the same by their names, such as cuda:0 cpu, instead of the next free ones"""
     chunks: Annotated[int | None, Ge(1)] = None
     """micro-batches that a batch is cut into, so that all stages or devices work at once (1: one after the other);
     None: as many as there are stages or devices"""
@@ -171,22 +166,19 @@ class ParallelOptions:
     @property
     def is_staged(self) -> bool:
         """Return whether the model or its batches are cut."""
-        return self.stages * self.num_devices > 1 or self.chunks is not None
+        return self.stages * self.devices_per_rank > 1 or self.chunks is not None
 
     @property
     def cut_by(self) -> str:
         """Return the option that cuts the model or its batches, as it is typed."""
-        return "--stages" if self.stages > 1 else "--chunks" if self.num_devices == 1 else "--devices-per-rank"
-
-    @property
-    def num_devices(self) -> int:
-        """Return the number of devices of each process."""
-        return len(self.devices) or self.devices_per_rank
+        return (
+            "--stages" if self.stages > 1 else "--chunks" if self.devices_per_rank == 1 else "--devices-per-rank"
+        )
 
     @property
     def num_chunks(self) -> int:
         """Return the number of micro-batches of a batch."""
-        return self.stages * self.num_devices if self.chunks is None else self.chunks
+        return self.stages * self.devices_per_rank if self.chunks is None else self.chunks
 
     @property
     def parts_of_each(self) -> int:

@@ -46,10 +46,11 @@ def find_mistakes(options: TrainerOptions) -> list[str]:
 
 
 POWERS_OF_TWO = [2**power for power in range(64)]
+GRAPHS = ("reduce-overhead", "max-autotune")
+"""Values of `--compile` by which steps are launched as CUDA graphs."""
 
 CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
     "The log folder": (
-        Conflict(lambda o: o.log.quiet and o.log.verbose, "--quiet and --verbose contradict each other"),
         Conflict(
             lambda o: o.measure.profile_steps is not None and o.log.log_dir is None,
             "--profile-steps writes to the log folder: add --log-dir DIR",
@@ -82,28 +83,24 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
         ),
     ),
     "Compilation (`--compile`)": (
-        Conflict(
-            lambda o: o.train.compile_mode != "default" and not o.train.compile,
-            "--compile-mode {train.compile_mode} says how to compile: add --compile",
-        ),
         # PyTorch's issue 169545: a replayed graph writes over the gradients of the pass before it.
         Conflict(
-            lambda o: o.train.compile_mode != "default" and o.train.reproducible is not None,
-            "--compile-mode {train.compile_mode} is for steps of one backward pass: leave it out, or leave out "
+            lambda o: o.train.compile in GRAPHS and o.train.reproducible is not None,
+            "--compile {train.compile} is for steps of one backward pass: type --compile default, or leave out "
             "--reproducible",
         ),
         Conflict(
-            lambda o: o.train.compile_mode != "default" and o.train.accumulate > 1,
-            "--compile-mode {train.compile_mode} is for steps of one backward pass: leave it out, or leave out "
+            lambda o: o.train.compile in GRAPHS and o.train.accumulate > 1,
+            "--compile {train.compile} is for steps of one backward pass: type --compile default, or leave out "
             "--accumulate",
         ),
         Conflict(
-            lambda o: o.train.compile and (o.parallel.activation_checkpointing != "none" or is_fully_sharded(o)),
+            lambda o: is_compiled(o) and (o.parallel.activation_checkpointing != "none" or is_fully_sharded(o)),
             "--compile goes neither with --activation-checkpointing nor with --shard full: leave it out, and "
             "compile the blocks yourself, with block.compile()",
         ),
         Conflict(
-            lambda o: o.train.compile and o.parallel.is_staged,
+            lambda o: is_compiled(o) and o.parallel.is_staged,
             "--compile does not go with {parallel.cut_by}: compile the blocks yourself, with block.compile()",
         ),
     ),
@@ -113,7 +110,7 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "--schedule is about stages: add --stages, or leave it out",
         ),
         Conflict(
-            lambda o: o.parallel.balance != "time" and o.parallel.stages * o.parallel.num_devices == 1,
+            lambda o: o.parallel.balance != "time" and o.parallel.stages * o.parallel.devices_per_rank == 1,
             "--balance cuts a model: add --stages or --devices-per-rank, or leave it out",
         ),
         Conflict(
@@ -125,12 +122,7 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "--chunks {parallel.chunks} cuts --batch-size {train.batch_size} into less than one sample",
         ),
         Conflict(
-            lambda o: bool(o.parallel.devices) and o.parallel.devices_per_rank not in (1, o.parallel.num_devices),
-            "--devices names {parallel.num_devices}, but --devices-per-rank is {parallel.devices_per_rank}: leave "
-            "one out",
-        ),
-        Conflict(
-            lambda o: o.parallel.stages > 1 and o.parallel.num_devices > 1,
+            lambda o: o.parallel.stages > 1 and o.parallel.devices_per_rank > 1,
             "--stages gives a part of the model to each rank, and --devices-per-rank several: leave one out",
         ),
         Conflict(
@@ -152,7 +144,7 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "--shard full is PyTorch's own: type --backend ddp, or --shard optimizer",
         ),
         Conflict(
-            lambda o: is_fully_sharded(o) and o.parallel.num_devices > 1,
+            lambda o: is_fully_sharded(o) and o.parallel.devices_per_rank > 1,
             "--shard full has a rank's slices on one device: leave out --devices-per-rank",
         ),
         Conflict(
@@ -196,6 +188,11 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
         ),
     ),
 }
+
+
+def is_compiled(options: TrainerOptions) -> bool:
+    """Return whether torch.compile compiles the model."""
+    return options.train.compile != "none"
 
 
 def is_fully_sharded(options: TrainerOptions) -> bool:

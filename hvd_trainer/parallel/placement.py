@@ -87,8 +87,8 @@ class ModelPlacement:
 
     def compile(self, model: nn.Module) -> None:
         """Compile a model in place, if the options ask for it."""
-        if self._train.compile:
-            self._backend.compile(model, self._train.compile_mode, exchange=self._exchange)
+        if self._train.compile != "none":
+            self._backend.compile(model, self._train.compile, exchange=self._exchange)
 
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any]

@@ -47,7 +47,9 @@ class StagePlacement(ModelPlacement):
         self.parts: list[Partition] = []
         self._mine: dict[int, StageModule] = {}
         check_chunks(options.schedule, options.stages, options.num_chunks)
-        self._num_parts = options.num_devices if options.stages == 1 else options.stages * options.parts_of_each
+        self._num_parts = (
+            options.devices_per_rank if options.stages == 1 else options.stages * options.parts_of_each
+        )
         self._group: dist.ProcessGroup | None = None
         self._pipeline: Runner | None = None
         if options.stages > 1:
@@ -73,8 +75,8 @@ class StagePlacement(ModelPlacement):
         # Blocks of other stages keep names and shapes, but no tensors.
         options, backend = self._options, self._backend
         why = f"--stages {options.stages}" if options.stages > 1 else f"--chunks {options.num_chunks}"
-        if options.num_devices > 1:
-            why = f"--devices-per-rank {options.num_devices}"
+        if options.devices_per_rank > 1:
+            why = f"--devices-per-rank {options.devices_per_rank}"
         names = block_names(model, why)
         timed = options.balance == "time" and self._num_parts > 1
         times = self._block_times(model, inputs) if timed else None
@@ -157,7 +159,7 @@ class StagePlacement(ModelPlacement):
             return StagePipeline(
                 self._mine, len(self.parts), options.num_chunks, options.schedule, self._group, self._backend
             )
-        if options.num_devices > 1:
+        if options.devices_per_rank > 1:
             return DevicePipeline(list(self._mine.values()), self._backend.session.devices)
         return SingleStage(self._mine[0])
 
@@ -175,13 +177,13 @@ class StagePlacement(ModelPlacement):
         chunks, stages = options.num_chunks, options.stages
         idle = bubble(options.schedule, stages, chunks, options.parts_of_each)
         if stages == 1:
-            idle = bubble("gpipe", options.num_devices, chunks)
+            idle = bubble("gpipe", options.devices_per_rank, chunks)
         copies = f"{grid.num_replicas} {'copy' if grid.num_replicas == 1 else 'copies'}"
         cut_up = f"{chunks} {'chunk' if chunks == 1 else 'chunks'} of {self._chunk_size}"
         lines = super().lines() | {"stages": f"{stages} x {copies} of the model, batches in {cut_up}"}
         if len(self.parts) == 1:
             return lines
-        how = options.schedule if stages > 1 else f"{options.num_devices} devices each"
+        how = options.schedule if stages > 1 else f"{options.devices_per_rank} devices each"
         lines["stages"] += f", {how}: {idle:.1%} of a step is waiting, if all parts take equally long"
         for number, part in enumerate(self.parts):
             names = part.names[0] if len(part.names) == 1 else f"{part.names[0]} to {part.names[-1]}"

@@ -94,7 +94,7 @@ class Trainer:
         self.backend = backends.create(
             self.options.engine,
             grouping=self._replica_grouping(),
-            devices=parallel.devices or parallel.devices_per_rank,
+            devices=parallel.devices_per_rank,
             ddp_kwargs=ddp_kwargs,
         )
         check_stages(parallel.stages, self.world.size)

@@ -32,7 +32,7 @@ COMMON = (
     *("--dataset", "--data-dir", "--log-dir", "--seed", "--accumulate", "--max-norm", "--precision"),
     *("--compression", "--resume", "--model", "--quiet", "--warmup-epochs"),
 )
-OTHERS = ("--lr-decay", "--until", "--compile", "--workers", "--verbose", "--bucket-mb", "--keep-best")
+OTHERS = ("--lr-decay", "--until", "--compile", "--workers", "--bucket-mb", "--keep-best")
 
 
 def help_of(kind: type, option: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, set[str]]:
@@ -90,10 +90,9 @@ def test_help_and_mistyped_options_import_no_torch(job: str, option: str) -> Non
 def test_parse_reads_values_of_every_kind() -> None:
     options = parse(
         MnistOptions,
-        ["--lr", "1e-3", "--max-norm=2", "--compile", "--compile-mode=max-autotune", "--data-dir", "x"],
+        ["--lr", "1e-3", "--max-norm=2", "--compile=max-autotune", "--data-dir", "x"],
     )
-    assert (options.optimizer.lr, options.train.max_norm, options.train.compile) == (1e-3, 2.0, True)
-    assert options.train.compile_mode == "max-autotune"
+    assert (options.optimizer.lr, options.train.max_norm, options.train.compile) == (1e-3, 2.0, "max-autotune")
     assert (options.data.data_dir, options.train.global_batch_size) == ("x", None)
 
 
@@ -108,7 +107,8 @@ def test_command_line_overrides_yaml(tmp_path: Path) -> None:
 def test_config_yaml_of_a_run_parses_back(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     options = parse(
-        MnistOptions, ["--epochs=5", "--warmup-epochs=0.5", "--compile", "--log-dir", "a b", "--seed", "3"]
+        MnistOptions,
+        ["--epochs=5", "--warmup-epochs=0.5", "--compile", "default", "--log-dir", "a b", "--seed", "3"],
     )
     file.write_text(yaml.safe_dump(flatten(options)))
     assert parse(MnistOptions, [f"--config={file}"]) == options
@@ -201,7 +201,7 @@ def test_wrong_yaml_file_is_named(content: str | None, words: str, tmp_path: Pat
 
 
 def test_check_reports_all_mistakes_at_once() -> None:
-    args = "--epochs 0 --accumulate 0 --max-norm 0 --warmup-epochs nan --lr 0 --momentum -1 --quiet --verbose"
+    args = "--epochs 0 --accumulate 0 --max-norm 0 --warmup-epochs nan --lr 0 --momentum -1"
     args += " --timeout-s 0 --bucket-mb 0 --until soon --profile-steps 0"
     with pytest.raises(OptionError) as caught:
         check(parse(MnistOptions, [*args.split(), "--resume", "auto"]))
@@ -212,7 +212,6 @@ def test_check_reports_all_mistakes_at_once() -> None:
         "--warmup-epochs must be 0 or more, not nan",
         "--lr must be more than 0",
         "--momentum must be 0 or more",
-        "--quiet and --verbose contradict each other",
         "add --log-dir DIR",
         "--timeout-s must be more than 0, not 0.0",
         "--bucket-mb must be more than 0, not 0.0",
@@ -230,17 +229,18 @@ def test_check_reports_all_mistakes_at_once() -> None:
         ("--balance bytes", "--balance cuts a model: add --stages or --devices-per-rank"),
         ("--chunks 300", "--chunks 300 cuts --batch-size 128 into less than one sample"),
         ("--stages 2 --devices-per-rank 2", "leave one out"),
-        ("--devices cpu cpu --devices-per-rank 3", "--devices names 2, but --devices-per-rank is 3"),
-        ("--devices cpu --devices-per-rank 3", "--devices names 1, but --devices-per-rank is 3"),
         ("--stages 2 --reproducible 4", "--stages and --reproducible: micro-batches are summed in another order"),
         ("--chunks 2 --sync-batch-norm", "--sync-batch-norm does not go with --chunks"),
         ("--stages 2 --compression powersgd", "powersgd does not go with --stages: type --compression fp16"),
-        ("--devices-per-rank 2 --compile", "--compile does not go with --devices-per-rank"),
+        ("--devices-per-rank 2 --compile default", "--compile does not go with --devices-per-rank"),
         ("--shard full --backend horovod", "--shard full is PyTorch's own: type --backend ddp"),
         ("--shard full --backend ddp --devices-per-rank 2", "on one device: leave out --devices-per-rank"),
         ("--shard full --backend ddp --stages 2 --schedule zero-bubble", "type --schedule 1f1b or interleaved"),
         ("--shard full --backend ddp --compression fp16", "--compression does not go with --shard full"),
-        ("--compile --activation-checkpointing blocks", "compile the blocks yourself, with block.compile()"),
+        (
+            "--compile default --activation-checkpointing blocks",
+            "compile the blocks yourself, with block.compile()",
+        ),
         ("--max-steps 0", "--max-steps must be 1 or more, not 0"),
         ("--channels-last --shard full", "--channels-last does not go with --shard full"),
         ("--reproducible 3", "--reproducible must be a power of two, not 3"),
@@ -252,9 +252,8 @@ def test_check_reports_all_mistakes_at_once() -> None:
         ("--profile-steps 1", "--profile-steps writes to the log folder: add --log-dir DIR"),
         ("--profile-skip 1", "--profile-skip counts the steps before a profile: add --profile-steps N"),
         ("--requeue", "--requeue needs a log folder"),
-        ("--compile --compile-mode reduce-overhead --accumulate 2", "leave it out, or leave out --accumulate"),
-        ("--compile --compile-mode max-autotune --reproducible 2", "leave it out, or leave out --reproducible"),
-        ("--compile-mode max-autotune", "--compile-mode max-autotune says how to compile: add --compile"),
+        ("--compile reduce-overhead --accumulate 2", "type --compile default, or leave out --accumulate"),
+        ("--compile max-autotune --reproducible 2", "type --compile default, or leave out --reproducible"),
         (
             "--until 0.99",
             "--until is a figure and its value, such as val_accuracy=0.99 or val_loss=0.05, not '0.99'",
