@@ -32,6 +32,7 @@ from torch import Tensor
 from hvd_trainer.checkpoint.stored import StateReader, StoredTensor, stored_tensors
 from hvd_trainer.config.stop_condition import is_better_lower
 from hvd_trainer.errors import CheckpointError, first_line
+from hvd_trainer.observe.run_folder import EARLIER
 from hvd_trainer.utils.files import UNREADABLE, atomic_write, open_regular, read_regular
 from hvd_trainer.utils.serialization import describe, empty, flatten, tensor_specs, to_json, unflatten
 
@@ -271,7 +272,8 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
 def find_checkpoints(folder: Path) -> tuple[list[tuple[Manifest, Path]], list[CheckpointError]]:
     """Return the checkpoints of a folder with a valid manifest, newest first, and the errors of the others."""
     valid, refused = [], []
-    for path in sorted(path for path in folder.glob("[!.]*") if path.is_dir()):
+    # Not those of earlier runs, where they stay on the disk that the folder is a link to.
+    for path in sorted(path for path in folder.glob("[!.]*") if path.is_dir() and not path.match(f"{EARLIER}*")):
         try:
             valid.append((read_manifest(path), path))
         except CheckpointError as error:

@@ -207,8 +207,7 @@ class Trainer:
         with TrainingRun(inputs, self.options, self.backend, message=self._message, snapshot=snapshot) as run:
             run.say(startup_summary(run, run.placement.lines()))
             run.restore()
-            run.log.write_config(flatten(self.options))
-            run.log.write_facts(facts(run))
+            run.log.describe(flatten(self.options), facts(run))
             # The epochs after the restored one are trained again.
             history.epochs = [record for record in history.epochs if record["epoch"] <= run.progress.epoch]
             TrainingLoop(run, history.epochs).train()
