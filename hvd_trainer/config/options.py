@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 
 from hvd_trainer.config.checks import COMMON, ParsedBy
-from hvd_trainer.config.stop_condition import StopCondition
+from hvd_trainer.config.figures import BestFigure, StopCondition
 
 Decay = Literal["none", "linear", "cosine"]
 
@@ -65,7 +65,8 @@ class TrainOptions:
     max_steps: Annotated[int | None, Ge(1), COMMON] = None
     """end after so many optimizer steps, also inside an epoch; a later run with more continues from there"""
     until: Annotated[str | None, ParsedBy(StopCondition.parse)] = None
-    """val_accuracy=0.99: end after the epoch in which a figure is as good, a loss as low or another as high"""
+    """'val_accuracy>=0.99' or 'val_loss<=0.05', in quotes: end after the epoch in which a figure is as high, or as
+    low"""
     batch_size: Annotated[int, Ge(1), COMMON] = 128
     """samples per rank and backward pass; times ranks times --accumulate it is the global batch"""
     global_batch_size: Annotated[int | None, Ge(1), COMMON] = None
@@ -136,8 +137,9 @@ class SaveOptions:
     """in a Slurm job: when a signal stops it, put it back into the queue, from where it resumes by itself"""
     keep: Annotated[int, Ge(1)] = 2
     """how many of the newest checkpoints stay"""
-    keep_best: str | None = "val_loss"
-    """the figure by which the best one stays too: the lowest of a loss, the highest of others"""
+    keep_best: Annotated[str | None, ParsedBy(BestFigure.parse)] = "min:val_loss"
+    """the one with the lowest or the highest figure stays too, where records have it: min:val_loss,
+    max:val_accuracy"""
 
 
 @dataclass(frozen=True)

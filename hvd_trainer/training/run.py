@@ -24,8 +24,9 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.checkpoint.manager import CheckpointManager, InMemorySnapshot
 from hvd_trainer.checkpoint.train_state import TrainState
 from hvd_trainer.config.batch_plan import BatchPlan
-from hvd_trainer.config.options import TrainerOptions
-from hvd_trainer.config.stop_condition import StopCondition
+from hvd_trainer.config.checks import refuse
+from hvd_trainer.config.figures import BestFigure, StopCondition, unknown_figures
+from hvd_trainer.config.options import SaveOptions, TrainerOptions
 from hvd_trainer.data import Loader, LoaderPlan, make_loader
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.message import Message
@@ -91,8 +92,7 @@ class TrainingRun(RunView):
         # Parts that a tool wants left out, to see what they cost: `exchange`, `data`.
         self.leave_out: Collection[str] = () if message is None else message.leave_out
         self.stop_condition = StopCondition.parse(options.train.until)
-        splits = ("train",) if inputs.val_data is None else ("train", "val")
-        self.stop_condition.check([f"{split}_{name}" for split in splits for name in ("loss", *inputs.metrics)])
+        refuse(self._unknown_figures(inputs))
         with ExitStack() as resources:  # closes what is open if a later part cannot be built
             exchange = "exchange" not in self.leave_out
             self.placement = make_placement(backend, options.parallel, options.train, exchange=exchange)
@@ -117,6 +117,17 @@ class TrainingRun(RunView):
             self.rate = self._make_rate()
             self.manager = self._make_manager(snapshot)
             self._resources = resources.pop_all()
+
+    def _unknown_figures(self, inputs: FitInputs) -> Iterator[str]:
+        """Yield a message for each figure that an option names, and no epoch's record will have."""
+        splits = ("train",) if inputs.val_data is None else ("train", "val")
+        named, keep_best = {}, self.options.save.keep_best
+        if self.stop_condition.figure:
+            named[f"--until '{self.stop_condition}'"] = self.stop_condition.figure
+        # Without data to validate on, the default has no figure, and keeps none.
+        if keep_best not in (None, SaveOptions.keep_best):
+            named[f"--keep-best {keep_best}"] = BestFigure.parse(keep_best).figure
+        yield from unknown_figures(named, [f"{split}_{m}" for split in splits for m in ("loss", *inputs.metrics)])
 
     def _make_observers(self, message: Message | None) -> Iterator[Observer]:
         """Yield the observers that the options, or a tool, ask for."""

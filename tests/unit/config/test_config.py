@@ -18,10 +18,10 @@ from annotated_types import Gt, Lt
 
 from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.checks import flag
+from hvd_trainer.config.figures import StopCondition
 from hvd_trainer.config.options import TrainerOptions, TrainOptions
 from hvd_trainer.config.parser import flatten, parse
 from hvd_trainer.config.rules import CONFLICTS, check, find_mistakes
-from hvd_trainer.config.stop_condition import StopCondition
 from hvd_trainer.errors import OptionError
 from hvd_trainer.jobs.options import MnistOptions
 from hvd_trainer.measure.message import Message
@@ -202,7 +202,7 @@ def test_wrong_yaml_file_is_named(content: str | None, words: str, tmp_path: Pat
 
 def test_check_reports_all_mistakes_at_once() -> None:
     args = "--epochs 0 --accumulate 0 --max-norm 0 --warmup-epochs nan --lr 0 --momentum -1"
-    args += " --timeout-s 0 --bucket-mb 0 --until soon --profile-steps 0"
+    args += " --timeout-s 0 --bucket-mb 0 --until soon --profile-steps 0 --keep-best val_loss"
     with pytest.raises(OptionError) as caught:
         check(parse(MnistOptions, [*args.split(), "--resume", "auto"]))
     for words in (
@@ -215,7 +215,8 @@ def test_check_reports_all_mistakes_at_once() -> None:
         "add --log-dir DIR",
         "--timeout-s must be more than 0, not 0.0",
         "--bucket-mb must be more than 0, not 0.0",
-        "--until is a figure and its value",
+        "--until soon is no figure with >= or <= and a number",
+        "--keep-best val_loss does not say which way is better",
         "--profile-steps must be 1 or more, not 0",
     ):
         assert words in str(caught.value)
@@ -256,10 +257,13 @@ def test_check_reports_all_mistakes_at_once() -> None:
         ("--compile max-autotune --reproducible 2", "type --compile default, or leave out --reproducible"),
         (
             "--until 0.99",
-            "--until is a figure and its value, such as val_accuracy=0.99 or val_loss=0.05, not '0.99'",
+            "type --until 'val_accuracy>=0.99' or --until 'val_loss<=0.05', in quotes",
         ),
-        ("--until val_accuracy=99%", "such as val_accuracy=0.99"),
-        ("--until val_loss<0.1", "such as val_accuracy=0.99 or val_loss=0.05, not 'val_loss<0.1'"),
+        ("--until val_accuracy>=99%", "type --until 'val_accuracy>=0.99'"),
+        ("--until val_mae=0.05", "type --until 'val_mae>=0.05' or --until 'val_mae<=0.05', in quotes"),
+        ("--until val_loss<0.1", "type --until 'val_loss>=0.1' or --until 'val_loss<=0.1', in quotes"),
+        ("--keep-best val_mae", "type --keep-best min:val_mae or --keep-best max:val_mae"),
+        ("--keep-best best:val_mae", "type --keep-best min:val_loss or --keep-best max:val_loss"),
     ],
 )
 def test_conflicting_options_are_refused(args: str, words: str) -> None:
@@ -270,7 +274,7 @@ def test_conflicting_options_are_refused(args: str, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "reached", "missed"),
-    [("val_loss=0.5", (0.5, 0.1), (0.51, math.nan)), ("val_accuracy=0.5", (0.5, 0.9), (0.49, math.nan))],
+    [("val_mae<=0.5", (0.5, 0.1), (0.51, math.nan)), ("val_loss>=0.5", (0.5, 0.9), (0.49, math.nan))],
 )
 def test_until_is_reached_at_its_value(text: str, reached: Sequence[float], missed: Sequence[float]) -> None:
     condition = StopCondition.parse(text)
@@ -283,8 +287,8 @@ def test_until_is_reached_at_its_value(text: str, reached: Sequence[float], miss
 
 def test_a_tool_that_wants_steps_overrides_until(tmp_path: Path) -> None:
     """With --until typed or in YAML, a measured job ended after its first good epoch and made too few steps."""
-    (tmp_path / "job.yaml").write_text("until: val_loss=9\n")
-    options = parse(MnistOptions, ["--config", str(tmp_path / "job.yaml"), "--until", "val_loss=10"])
+    (tmp_path / "job.yaml").write_text("until: val_loss<=9\n")
+    options = parse(MnistOptions, ["--config", str(tmp_path / "job.yaml"), "--until", "val_loss<=10"])
     train = obey(Message(log_dir="", max_steps=7, endless=True), options).train
     assert (train.until, train.max_steps) == (None, 7)
 
