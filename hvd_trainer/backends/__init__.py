@@ -9,8 +9,8 @@ from typing import Any
 from hvd_trainer.backends.base import Backend, ReplicaGrouping, StepResult
 from hvd_trainer.backends.collectives import ReduceOp
 from hvd_trainer.backends.session import Session
-from hvd_trainer.config.options import EngineOptions
-from hvd_trainer.errors import OptionError
+from hvd_trainer.config.options import EngineOptions, TrainerOptions
+from hvd_trainer.config.rules import check
 
 __all__ = ["BACKENDS", "Backend", "ReplicaGrouping", "EngineOptions", "ReduceOp", "StepResult", "create"]
 
@@ -42,10 +42,8 @@ def create(
         LaunchError: as for `Session`.
     """
     options = options or EngineOptions()
-    if options.backend not in BACKENDS:
-        raise OptionError(f"There is no backend {options.backend!r}. Choose one of: {', '.join(BACKENDS)}")
+    check(TrainerOptions(engine=options))
     module, _, attribute = BACKENDS[options.backend].partition(":")
     kind: type[Backend] = getattr(importlib.import_module(module), attribute)
-    kind.check_options(options)
     own: dict[str, Any] = {"ddp_kwargs": ddp_kwargs} if options.backend == "ddp" else {}
     return kind(Session(options, environ, devices), grouping=grouping, **own)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -29,7 +29,6 @@ from hvd_trainer.backends.exchange_monitor import ExchangeMonitor
 from hvd_trainer.backends.model_sync import synchronize
 from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
-from hvd_trainer.config.checks import flag, range_errors, refuse, switch
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.faults.activity import COLLECTIVE, Activity
 from hvd_trainer.launch.world import World
@@ -78,8 +77,6 @@ class Backend(Engine, ABC):
 
     name: ClassVar[str]
     collectives_class: ClassVar[type[Collectives]]
-    unsupported_options: ClassVar[Mapping[str, str]] = {}
-    """Options that this engine cannot honour, each with the reason and what to do instead."""
 
     def __init__(self, session: Session, *, grouping: ReplicaGrouping | None = None) -> None:
         self.session = session
@@ -89,23 +86,6 @@ class Backend(Engine, ABC):
         self._reducer: Reducer | None = None
         self._parameter_names: dict[Tensor, str] = {}
         self._exchange_monitor: ExchangeMonitor | None = None
-
-    @classmethod
-    def check_options(cls, options: EngineOptions) -> None:
-        """Check options for this engine, and report all mistakes at once.
-
-        Raises:
-            OptionError: an option that differs from its default has no meaning on this engine.
-        """
-        mistakes = []
-        for field in fields(EngineOptions):
-            value = getattr(options, field.name)
-            for key in (field.name, f"{field.name}={value}"):
-                if value != field.default and key in cls.unsupported_options:
-                    on_or_off = isinstance(value, bool)
-                    typed = switch(field.name, value) if on_or_off else f"{flag(field.name)} {value}"
-                    mistakes.append(f"{typed} with --backend {cls.name}: {cls.unsupported_options[key]}")
-        refuse([*mistakes, *range_errors(options)])
 
     @property
     def options(self) -> EngineOptions:

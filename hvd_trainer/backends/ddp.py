@@ -25,7 +25,6 @@ from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.faults.activity import COLLECTIVE
 from hvd_trainer.utils import accelerator
 
-HOROVOD_ONLY = "only Horovod has it; leave it out or use --backend horovod"
 # torch 2.15 renamed the option; the old name still works there, with a warning in every rank.
 BUFFERS_IN_FORWARD = (
     "forward_sync_buffers"
@@ -55,7 +54,6 @@ class DDPBackend(Backend):
     name = "ddp"
     collectives_class = DDPCollectives
     collectives: DDPCollectives
-    unsupported_options = {"transport=mpi": HOROVOD_ONLY}
 
     def __init__(
         self,

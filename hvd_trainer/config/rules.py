@@ -1,12 +1,13 @@
-"""Which options do not go together, as a table, and the check of all options at once."""
+"""The one place where options are refused, all mistakes at once: by their values, by each other, by the launch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from hvd_trainer.config.checks import range_errors, refuse
+from hvd_trainer.config.checks import find_wrong_values, refuse
 from hvd_trainer.config.options import MeasureOptions, ParallelOptions, TrainerOptions
+from hvd_trainer.config.parser import with_defaults
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,20 @@ def check(options: TrainerOptions) -> None:
 
 def find_mistakes(options: TrainerOptions) -> list[str]:
     """Return one message per mistake."""
+    wrong = find_wrong_values(options)
+    # What is wrong by itself has its message, and is looked at no further.
+    rest = with_defaults(options, wrong)
     conflicts = (conflict for table in CONFLICTS.values() for conflict in table)
     return [
-        *range_errors(options),
-        *(conflict.message(options) for conflict in conflicts if conflict.when(options)),
-        *options.mistakes(),
+        *wrong.values(),
+        *(conflict.message(rest) for conflict in conflicts if conflict.when(rest)),
+        *rest.mistakes(),
     ]
 
 
 POWERS_OF_TWO = [2**power for power in range(64)]
+ALONE = ("single", "data-parallel")
+"""Engines of one process."""
 GRAPHS = ("reduce-overhead", "max-autotune")
 """Values of `--compile` by which steps are launched as CUDA graphs."""
 
@@ -118,7 +124,7 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "{parallel.cut_by} and --reproducible: micro-batches are summed in another order; leave one out",
         ),
         Conflict(
-            lambda o: o.train.global_batch_size is None and (o.parallel.chunks or 0) > max(o.train.batch_size, 0),
+            lambda o: o.train.global_batch_size is None and (o.parallel.chunks or 0) > o.train.batch_size,
             "--chunks {parallel.chunks} cuts --batch-size {train.batch_size} into less than one sample",
         ),
         Conflict(
@@ -173,7 +179,44 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "--compression does not go with --shard full: leave one out",
         ),
     ),
-    "Other engines and gradients": (
+    "Engines and gradients": (
+        Conflict(
+            lambda o: o.engine.backend == "horovod" and o.engine.transport not in ("auto", "mpi"),
+            "--transport {engine.transport} with --backend horovod: only DDP has it; leave it out, or type "
+            "--backend ddp",
+        ),
+        Conflict(
+            lambda o: o.engine.backend == "horovod" and o.engine.compression == "powersgd",
+            "--compression powersgd with --backend horovod: only DDP has it; leave it out, or type --backend ddp",
+        ),
+        Conflict(
+            lambda o: o.engine.backend == "ddp" and o.engine.transport == "mpi",
+            "--transport mpi with --backend ddp: only Horovod has it; leave it out, or type --backend horovod",
+        ),
+        Conflict(
+            lambda o: o.engine.backend in ALONE and o.engine.transport != "auto",
+            "--transport {engine.transport} with --backend {engine.backend}: one process has nothing to exchange; "
+            "leave it out",
+        ),
+        Conflict(
+            lambda o: o.engine.backend in ALONE and o.engine.compression != "none",
+            "--compression {engine.compression} with --backend {engine.backend}: one process has nothing to "
+            "exchange; leave it out",
+        ),
+        Conflict(
+            lambda o: o.engine.backend in ALONE and o.engine.init_method is not None,
+            "--init-method with --backend {engine.backend}: one process has nothing to exchange; leave it out",
+        ),
+        Conflict(
+            lambda o: o.engine.backend == "data-parallel" and o.engine.sync_batch_norm,
+            "--sync-batch-norm with --backend data-parallel: DataParallel does it in its own way; leave it out, "
+            "or type --backend ddp",
+        ),
+        Conflict(
+            lambda o: o.engine.backend == "data-parallel" and o.engine.find_unused_parameters,
+            "--find-unused-parameters with --backend data-parallel: DataParallel does it in its own way; leave it "
+            "out, or type --backend ddp",
+        ),
         Conflict(
             lambda o: (
                 o.engine.backend == "data-parallel"

@@ -55,7 +55,7 @@ def test_lines_go_to_the_programs_handlers(tmp_path: Path) -> None:
 
 def test_lines_can_be_silenced_but_not_errors(tmp_path: Path) -> None:
     assert "epoch 1/1" not in run(tmp_path, "silent").stdout
-    assert "error: --epochs must be 1 or more" in run(tmp_path, "silent", "--epochs", "0").stderr
+    assert "error: --epochs must be a whole number, 1 or more" in run(tmp_path, "silent", "--epochs", "0").stderr
 
 
 def test_lines_that_nobody_reads_leave_no_traceback(
