@@ -35,7 +35,7 @@ def create(
         environ: `os.environ` if None.
         grouping: as for `Backend`.
         devices: as for `Session`.
-        ddp_kwargs: as for `DDPBackend`; other engines have none.
+        ddp_kwargs: as for `DDPBackend`; other engines leave them out.
 
     Raises:
         OptionError: there is no such engine, or an option or argument is not for it.
@@ -45,5 +45,10 @@ def create(
     check(TrainerOptions(engine=options))
     module, _, attribute = BACKENDS[options.backend].partition(":")
     kind: type[Backend] = getattr(importlib.import_module(module), attribute)
-    own: dict[str, Any] = {"ddp_kwargs": ddp_kwargs} if options.backend == "ddp" else {}
+    if ddp_kwargs:
+        # On each engine, or a mistake would wait for the day on which the engine is another.
+        from hvd_trainer.backends.ddp import check_ddp_kwargs
+
+        check_ddp_kwargs(ddp_kwargs)
+    own: dict[str, Any] = {"ddp_kwargs": ddp_kwargs} if kind.takes_ddp_kwargs else {}
     return kind(Session(options, environ, devices), grouping=grouping, **own)

@@ -77,6 +77,8 @@ class Backend(Engine, ABC):
 
     name: ClassVar[str]
     collectives_class: ClassVar[type[Collectives]]
+    takes_ddp_kwargs: ClassVar[bool] = False
+    """Whether `DistributedDataParallel` exchanges the gradients of a whole model."""
 
     def __init__(self, session: Session, *, grouping: ReplicaGrouping | None = None) -> None:
         self.session = session

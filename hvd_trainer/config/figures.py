@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvd_trainer.errors import OptionError
@@ -88,14 +88,3 @@ class BestFigure:
             KeyError: the figure is missing.
         """
         return figures[self.figure] if self.is_low else -figures[self.figure]
-
-
-def unknown_figures(named: Mapping[str, str], known: Collection[str]) -> Iterator[str]:
-    """Yield a message for each figure that no epoch's record will have.
-
-    Args:
-        named: the figures, by the options that name them, as they are typed.
-    """
-    for typed, figure in named.items():
-        if figure not in known:
-            yield f"{typed}: this job has no {figure}, but {', '.join(sorted(known))}"

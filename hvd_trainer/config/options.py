@@ -181,6 +181,11 @@ class ParallelOptions:
         return self.stages * self.devices_per_rank if self.chunks is None else self.chunks
 
     @property
+    def num_rounds(self) -> int:
+        """Return the number of rounds in which a schedule of rounds works on all micro-batches."""
+        return max(1, self.num_chunks // self.stages)
+
+    @property
     def parts_of_each(self) -> int:
         """Return the number of parts of the model that each stage has."""
         return 2 if self.schedule == "interleaved" else 1

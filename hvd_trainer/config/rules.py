@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from hvd_trainer.config.checks import find_wrong_values, refuse
+from hvd_trainer.config.checks import default_of, find_wrong_values, flag, refuse
+from hvd_trainer.config.launch_rules import Launch, launch_mistakes
 from hvd_trainer.config.options import MeasureOptions, ParallelOptions, TrainerOptions
 from hvd_trainer.config.parser import with_defaults
 
@@ -27,16 +29,20 @@ class Conflict:
         return self.text.format_map(vars(options))
 
 
-def check(options: TrainerOptions) -> None:
+def check(options: TrainerOptions, launch: Launch | None = None) -> None:
     """Check all options at once.
 
+    Args:
+        launch: the job that they are for; None: not known.
+
     Raises:
-        OptionError: values are out of their ranges, options contradict each other, or the job finds mistakes.
+        OptionError: values are out of their ranges, options contradict each other or do not go with the launch, or
+            the job finds mistakes.
     """
-    refuse(find_mistakes(options))
+    refuse(find_mistakes(options, launch))
 
 
-def find_mistakes(options: TrainerOptions) -> list[str]:
+def find_mistakes(options: TrainerOptions, launch: Launch | None = None) -> list[str]:
     """Return one message per mistake."""
     wrong = find_wrong_values(options)
     # What is wrong by itself has its message, and is looked at no further.
@@ -46,10 +52,19 @@ def find_mistakes(options: TrainerOptions) -> list[str]:
         *wrong.values(),
         *(conflict.message(rest) for conflict in conflicts if conflict.when(rest)),
         *rest.mistakes(),
+        *(() if launch is None else launch_mistakes(rest, launch)),
     ]
 
 
+def _saves_nowhere(name: str, options: TrainerOptions) -> bool:
+    """Return whether an option asks for checkpoints, other than by default, where nothing is kept."""
+    usual = getattr(default_of(type(options), "save"), name, None)
+    return options.log.log_dir is None and getattr(options.save, name) not in (usual, None)
+
+
 POWERS_OF_TWO = [2**power for power in range(64)]
+IN_ROUNDS = ("interleaved", "zero-bubble")
+"""Schedules that work on a round of chunks after the other."""
 ALONE = ("single", "data-parallel")
 """Engines of one process."""
 GRAPHS = ("reduce-overhead", "max-autotune")
@@ -72,6 +87,10 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
         Conflict(
             lambda o: o.save.resume == "auto" and o.log.log_dir is None,
             "--resume auto looks in the log folder: add --log-dir DIR",
+        ),
+        *(
+            Conflict(partial(_saves_nowhere, name), f"{flag(name)} is about checkpoints: add --log-dir DIR")
+            for name in ("save_every_epochs", "save_every_steps", "save_every_s", "keep", "keep_best")
         ),
     ),
     "Reproducible sums (`--reproducible`)": (
@@ -116,16 +135,23 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "--schedule is about stages: add --stages, or leave it out",
         ),
         Conflict(
+            lambda o: o.parallel.schedule == "1f1b" and o.parallel.num_chunks < o.parallel.stages,
+            "--schedule 1f1b keeps {parallel.stages} stages busy only with as many chunks, and here are "
+            "{parallel.num_chunks}. Type --chunks {parallel.stages}, or --schedule gpipe, which takes any number",
+        ),
+        Conflict(
+            lambda o: o.parallel.schedule in IN_ROUNDS and bool(o.parallel.num_chunks % o.parallel.num_rounds),
+            "--schedule {parallel.schedule} works in rounds of equally many chunks, about as many as the "
+            "{parallel.stages} stages, and --chunks {parallel.num_chunks} does not divide. Type a multiple of "
+            "{parallel.stages}",
+        ),
+        Conflict(
             lambda o: o.parallel.balance != "time" and o.parallel.stages * o.parallel.devices_per_rank == 1,
             "--balance cuts a model: add --stages or --devices-per-rank, or leave it out",
         ),
         Conflict(
             lambda o: o.parallel.is_staged and o.train.reproducible is not None,
             "{parallel.cut_by} and --reproducible: micro-batches are summed in another order; leave one out",
-        ),
-        Conflict(
-            lambda o: o.train.global_batch_size is None and (o.parallel.chunks or 0) > o.train.batch_size,
-            "--chunks {parallel.chunks} cuts --batch-size {train.batch_size} into less than one sample",
         ),
         Conflict(
             lambda o: o.parallel.stages > 1 and o.parallel.devices_per_rank > 1,

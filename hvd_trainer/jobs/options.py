@@ -33,10 +33,16 @@ class OptimizerOptions:
     """how gradients become updates"""
     lr: Annotated[Positive | None, COMMON] = None
     """learning rate, before --lr-scaling (mnist: 4e-3; imdb: 1e-3, and 1e-4 for --preset reference)"""
-    momentum: NonNegative = 0.9
-    """sgd only"""
+    momentum: NonNegative | None = None
+    """sgd only; None: 0.9"""
     weight_decay: NonNegative = 0.0
     """decay of the weights (adamw: decoupled)"""
+
+    def mistakes(self) -> list[str]:
+        """Return one message per mistake that no range on a field can say."""
+        if self.momentum is None or self.optimizer == "sgd":
+            return []
+        return [f"--momentum {self.momentum} is for --optimizer sgd, not {self.optimizer}: leave one out"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,9 @@ class MnistOptions(TrainerOptions):
     data: ImageOptions = field(default_factory=ImageOptions)
     network: ModelOptions = field(default_factory=ModelOptions)
     optimizer: OptimizerOptions = field(default_factory=lambda: OptimizerOptions(lr=MNIST_LR))
+
+    def mistakes(self) -> list[str]:
+        return self.optimizer.mistakes()
 
 
 @dataclass(frozen=True)
@@ -146,9 +155,11 @@ class ImdbOptions(TrainerOptions):
         return replace(self, network=network, optimizer=replace(self.optimizer, lr=lr))
 
     def mistakes(self) -> list[str]:
-        mistakes, sizes = [], self.network.sizes
+        mistakes, sizes = self.optimizer.mistakes(), self.network.sizes
         if sizes.d_model % sizes.heads:
             mistakes.append(f"--heads must divide --d-model, and {sizes.heads} does not divide {sizes.d_model}")
         if self.data.dataset == "synthetic" and self.data.data_dir is not None:
             mistakes.append("--dataset synthetic reads no data: leave out --data-dir")
+        if self.data.dataset != "synthetic" and self.data.synthetic_reviews != TextOptions.synthetic_reviews:
+            mistakes.append("--synthetic-reviews is for --dataset synthetic: leave one out")
         return mistakes

@@ -21,7 +21,6 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.backends.model_sync import synchronize
 from hvd_trainer.config.options import ParallelOptions, TrainOptions
 from hvd_trainer.data import Batch, DataShard, Loader
-from hvd_trainer.errors import OptionError
 from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.parallel.partition import block_names
 from hvd_trainer.parallel.sharded_optimizer import ShardedOptimizer
@@ -46,9 +45,6 @@ class ModelPlacement:
         seeds_itself: whether each step seeds its own random numbers.
         is_whole: whether this rank has the whole model unsharded.
         is_sharded: whether ranks have different parts of model or optimizer, and save what they have.
-
-    Raises:
-        OptionError: the options do not fit each other, or the ranks.
     """
 
     def __init__(
@@ -60,11 +56,6 @@ class ModelPlacement:
         self._fsdp: FSDPShards | None = None
         self.shard = DataShard(backend.world.rank, backend.world.size)
         self.seeds_itself = options.is_staged or train.reproducible is not None
-        if backend.session.driver is not None and (options.stages > 1 or options.shard != "none"):
-            raise OptionError(
-                "--stages and --shard need the same ranks to the end, and horovodrun's elastic mode changes them. "
-                "Start without --host-discovery-script, or leave them out"
-            )
         self.is_sharded = backend.world.size > 1 and (options.stages > 1 or options.shard != "none")
         if options.shard == "full" and len(backend.replica_group) > 1:
             # Importing DTensor takes half a second, which only this needs.
@@ -78,12 +69,8 @@ class ModelPlacement:
         """The number of blocks in each part of the model; none if it is not cut."""
         return []
 
-    def check_batch(self, batch_size: int) -> None:
-        """Learn the number of samples per batch.
-
-        Raises:
-            OptionError: they are fewer than the micro-batches.
-        """
+    def set_batch_size(self, batch_size: int) -> None:
+        """Learn the number of samples per batch."""
 
     def compile(self, model: nn.Module) -> None:
         """Compile a model in place, if the options ask for it."""

@@ -24,7 +24,7 @@ from hvd_trainer.parallel.microbatch import slice_samples
 from hvd_trainer.parallel.partition import MB, Partition, block_names, make_partitions
 from hvd_trainer.parallel.pipeline import Runner, SingleStage, StagePipeline, StageStep
 from hvd_trainer.parallel.placement import ModelPlacement, drop_other_state
-from hvd_trainer.parallel.schedule import bubble, check_chunks
+from hvd_trainer.parallel.schedule import bubble
 from hvd_trainer.parallel.stage_module import StageModule
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.optimizer_state import load_in_place
@@ -46,28 +46,20 @@ class StagePlacement(ModelPlacement):
         self._chunk_size = 0
         self.parts: list[Partition] = []
         self._mine: dict[int, StageModule] = {}
-        check_chunks(options.schedule, options.stages, options.num_chunks)
         self._num_parts = (
             options.devices_per_rank if options.stages == 1 else options.stages * options.parts_of_each
         )
         self._group: dist.ProcessGroup | None = None
         self._pipeline: Runner | None = None
         if options.stages > 1:
-            refuse_stages_on_gloo(backend, options.stages)
             self._group = backend.group_of(self.grid.stage_groups)
 
     @property
     def cut(self) -> list[int]:
         return [len(part.names) for part in self.parts]
 
-    def check_batch(self, batch_size: int) -> None:
-        chunks = self._options.num_chunks
-        if chunks > batch_size:
-            raise OptionError(
-                f"--chunks {chunks} cuts a batch of {batch_size} into less than one sample. Type --chunks "
-                f"{batch_size} or less, or a larger --batch-size"
-            )
-        self._chunk_size = -(-batch_size // chunks)
+    def set_batch_size(self, batch_size: int) -> None:
+        self._chunk_size = -(-batch_size // self._options.num_chunks)
 
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any]
@@ -203,21 +195,6 @@ def make_placement(
 ) -> ModelPlacement:
     """Return how this job's ranks share model and data; arguments and errors as of `ModelPlacement`."""
     return (StagePlacement if options.is_staged else ModelPlacement)(backend, options, train, exchange=exchange)
-
-
-def refuse_stages_on_gloo(backend: Backend, stages: int) -> None:
-    """Refuse stages that would send an accelerator's tensors by Gloo, which takes them for the host's.
-
-    Raises:
-        OptionError: they would.
-    """
-    if not accelerator.is_host(backend.device) and not backend.uses_nccl:
-        library = accelerator.collectives(backend.device)
-        raise OptionError(
-            f"--stages {stages} sends tensors of {backend.device} to other ranks, and Gloo sends the host's. "
-            f"Leave out --transport gloo, so that {library} sends them between ranks with a GPU each, or train on "
-            f"CPUs with --device cpu"
-        )
 
 
 def refuse_batch_norm(model: nn.Module, chunks: int) -> None:

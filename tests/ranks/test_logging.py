@@ -101,3 +101,27 @@ def test_import_configures_no_logging() -> None:
     code = "import logging, hvd_trainer.training.job; print(logging.getLogger('hvd_trainer').handlers)"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
     assert asked.stdout == "[]\n"
+
+
+SCRIPT = """
+import logging, sys
+import torch
+from hvd_trainer import EngineOptions, TensorData, Trainer, TrainerOptions
+
+if "own" in sys.argv:
+    logging.basicConfig()
+data = TensorData(torch.randn(64, 4), torch.zeros(64, dtype=torch.long))
+model = torch.nn.Linear(4, 2)
+with Trainer(TrainerOptions(EngineOptions(backend="single")), ddp_kwargs={"static_graph": True}) as trainer:
+    trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.cross_entropy, data)
+"""
+
+
+def test_trainer_of_a_plain_script_prints_its_lines(tmp_path: Path) -> None:
+    """The package's own example printed nothing outside of a notebook and of `run_job`."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    said = launch("python", 1, [str(tmp_path / "script.py")], cwd=tmp_path).stdout
+    assert "epoch 3/3" in said
+    assert "left out static_graph of ddp_kwargs: here DistributedDataParallel exchanges no gradients" in said
+    own = launch("python", 1, [str(tmp_path / "script.py"), "own"], cwd=tmp_path)
+    assert "epoch" not in own.stdout + own.stderr, "the program has set up logging, for warnings"

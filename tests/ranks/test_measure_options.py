@@ -65,7 +65,7 @@ def test_until_reports_the_figure_of_an_unfinished_epoch(tmp_path: Path) -> None
 
 
 def test_unknown_figures_are_refused(tmp_path: Path) -> None:
-    wrong = ("--until", "accuracy>=0.9", "--keep-best", "min:val_mae")
+    wrong = ("--until", "accuracy>=0.9", "--keep-best", "min:val_mae", "--log-dir", str(tmp_path))
     result = launch(QUICKEST, 2, ["-m", "hvd_trainer.mnist", "--dataset", "digits", *wrong], check=False)
     assert result.returncode == 2
     known = "train_accuracy, train_loss, val_accuracy, val_loss"

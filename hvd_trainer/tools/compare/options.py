@@ -35,7 +35,7 @@ class CompareOptions:
     """who takes part: horovod, ddp, single (one process without an engine), and where there are two GPUs or more
     data-parallel (torch.nn.DataParallel)"""
     vary: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="OPTION=V,V,...")] = ()
-    """an option of the job and the values that it takes, such as chunks=1,2,4 or compile=true,false. May be given
+    """an option of the job and the values that it takes, such as chunks=1,2,4 or tf32=true,false. May be given
     again and again: all combinations are run, with a heat map"""
     baseline: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="'ENGINE SCRIPT ...'")

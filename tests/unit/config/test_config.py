@@ -21,6 +21,7 @@ from hvd_trainer import Trainer
 from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.checks import flag
 from hvd_trainer.config.figures import StopCondition
+from hvd_trainer.config.launch_rules import Launch
 from hvd_trainer.config.options import EngineOptions, TrainerOptions, TrainOptions
 from hvd_trainer.config.parser import flatten, parse, with_values
 from hvd_trainer.config.rules import CONFLICTS, check, find_mistakes
@@ -234,7 +235,6 @@ def test_check_reports_all_mistakes_at_once() -> None:
         ("--chunks 0", "--chunks must be a whole number, 1 or more, or None, not 0"),
         ("--schedule gpipe", "--schedule is about stages: add --stages"),
         ("--balance bytes", "--balance cuts a model: add --stages or --devices-per-rank"),
-        ("--chunks 300", "--chunks 300 cuts --batch-size 128 into less than one sample"),
         ("--stages 2 --devices-per-rank 2", "leave one out"),
         ("--stages 2 --reproducible 4", "--stages and --reproducible: micro-batches are summed in another order"),
         ("--chunks 2 --sync-batch-norm", "--sync-batch-norm does not go with --chunks"),
@@ -262,6 +262,18 @@ def test_check_reports_all_mistakes_at_once() -> None:
         ("--profile-steps 1", "--profile-steps writes to the log folder: add --log-dir DIR"),
         ("--profile-skip 1", "--profile-skip counts the steps before a profile: add --profile-steps N"),
         ("--requeue", "--requeue needs a log folder"),
+        ("--stages 4 --chunks 2", "here are 2. Type --chunks 4, or --schedule gpipe"),
+        ("--stages 4 --schedule interleaved --chunks 9", "--chunks 9 does not divide. Type a multiple of 4"),
+        *(
+            (f"--{option} {value}", f"--{option} is about checkpoints: add --log-dir DIR")
+            for option, value in (
+                ("save-every-steps", 9),
+                ("save-every-s", 1),
+                ("keep", 5),
+                ("keep-best", "max:f1"),
+            )
+        ),
+        ("--momentum 0.8", "--momentum 0.8 is for --optimizer sgd, not adam: leave one out"),
         ("--compile reduce-overhead --accumulate 2", "type --compile default, or leave out --accumulate"),
         ("--compile max-autotune --reproducible 2", "type --compile default, or leave out --reproducible"),
         (
@@ -327,10 +339,6 @@ def test_batch_plan_divides_the_global_batch() -> None:
         plan(3, global_batch_size=100)
     with pytest.raises(OptionError, match="--global-batch-size 4$"):
         plan(4, global_batch_size=1)
-    with pytest.raises(
-        OptionError, match="contradict each other: with 2 ranks x --accumulate 1 the batch size is 32"
-    ):
-        plan(2, global_batch_size=64, batch_size=16)
 
 
 @pytest.mark.parametrize(
@@ -369,11 +377,9 @@ def test_options_made_in_code_are_checked_as_typed_ones_are(name: str, value: An
 
 
 def test_a_value_of_another_type_hides_no_other_mistake() -> None:
-    options = with_values(
-        MnistOptions(), {"batch_size": "8", "chunks": 300, "reproducible": "4", "schedule": "gpipe"}
-    )
+    options = with_values(MnistOptions(), {"batch_size": "8", "reproducible": "4", "schedule": "gpipe"})
     said = "; ".join(find_mistakes(options))
-    for words in ("--batch-size must", "--reproducible must", "--schedule is about stages", "--chunks 300 cuts"):
+    for words in ("--batch-size must", "--reproducible must", "--schedule is about stages"):
         assert words in said
 
 
@@ -400,3 +406,52 @@ class MisplacedRange(TrainerOptions):
 def test_a_range_that_is_not_checked_is_an_error() -> None:
     with pytest.raises(TypeError, match="Can only set `gt` on a numeric type"):
         find_mistakes(MisplacedRange())
+
+
+@dataclass(frozen=True)
+class SmallBatches(TrainerOptions):
+    """A job with a batch size of its own."""
+
+    train: TrainOptions = field(default_factory=lambda: TrainOptions(batch_size=64))
+
+
+@pytest.mark.parametrize(
+    ("typed", "launch", "words"),
+    [
+        ("--global-batch-size 512", Launch(2), ""),
+        ("--global-batch-size 64 --batch-size 32", Launch(2), ""),
+        (
+            "--global-batch-size 64 --batch-size 16",
+            Launch(2),
+            "2 ranks x --accumulate 1 the batch size is 32",
+        ),
+        ("--global-batch-size 100", Launch(3), "The nearest that does: --global-batch-size 99"),
+        ("--reproducible 4", Launch(3), "--reproducible 4 runs on 1, 2, 4 ranks"),
+        (
+            "--chunks 65",
+            Launch(1),
+            "--chunks 65 cuts a batch of 64 into less than one sample. Type --chunks 64",
+        ),
+        ("--stages 4", Launch(6), "Start 8 ranks, or give one of these: --stages 1, 2, 3, 6"),
+        (
+            "--stages 2",
+            Launch(2, is_elastic=True),
+            "elastic mode changes them. Start without",
+        ),
+        ("--requeue --log-dir x", Launch(1), "--requeue is for jobs in a Slurm queue"),
+        ("--requeue --log-dir x", Launch(1, is_queued=True), ""),
+    ],
+)
+def test_options_that_do_not_go_with_the_launch_are_refused(typed: str, launch: Launch, words: str) -> None:
+    """A job's own batch size made --global-batch-size impossible: "leave one out" of what nobody had typed."""
+    mistakes = find_mistakes(parse(SmallBatches, typed.split()), launch)
+    assert words in "; ".join(mistakes)
+    assert bool(mistakes) == bool(words)
+
+
+def test_all_mistakes_are_told_before_ranks_meet() -> None:
+    typed = "--epochs 0 --chunks 300 --requeue --momentum 1 --transport gloo"
+    with pytest.raises(OptionError) as caught:
+        Trainer(parse(MnistOptions, typed.split()))
+    for said in ("--epochs must", "--chunks 300 cuts", "add --log-dir", "--optimizer sgd", "only DDP has it"):
+        assert said in str(caught.value)

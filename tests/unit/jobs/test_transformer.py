@@ -128,7 +128,7 @@ def test_presets_are_complete_and_of_their_size() -> None:
     for name, count in (("small", 595_586), ("reference", 364_732_418)):
         network = TextModelOptions(preset=name)  # type: ignore[arg-type]
         options = ImdbOptions(network=network).filled()
-        assert not [value for value in (options.network, options.optimizer) if None in vars(value).values()]
+        assert None not in (options.optimizer.lr, *vars(options.network).values())
         with torch.device("meta"):
             assert sum(p.numel() for p in transformer(options.network.sizes).parameters()) == count
 
