@@ -377,9 +377,16 @@ def test_options_made_in_code_are_checked_as_typed_ones_are(name: str, value: An
 
 
 def test_a_value_of_another_type_hides_no_other_mistake() -> None:
-    options = with_values(MnistOptions(), {"batch_size": "8", "reproducible": "4", "schedule": "gpipe"})
-    said = "; ".join(find_mistakes(options))
-    for words in ("--batch-size must", "--reproducible must", "--schedule is about stages"):
+    """A text for a number cannot be compared with one."""
+    wrong = {"chunks": "8", "accumulate": "2", "reproducible": "4", "schedule": "gpipe", "profile_skip": 7}
+    said = "; ".join(find_mistakes(with_values(MnistOptions(), wrong), Launch(2)))
+    for words in (
+        "--chunks must",
+        "--accumulate must",
+        "--reproducible must",
+        "--schedule is",
+        "--profile-skip counts",
+    ):
         assert words in said
 
 
