@@ -1,7 +1,7 @@
 """How long does the MNIST job train until it is as good as this? Over many seeds, from the end of the first step.
 
     python -m benchmarks.to_target --data-dir ../shared/data/mnist --seeds 30
-    python -m benchmarks.to_target --data-dir ../shared/data/mnist -- --compile --compile-mode reduce-overhead
+    python -m benchmarks.to_target --data-dir ../shared/data/mnist -- --compile reduce-overhead
 
 What stands behind -- are options of the job, beside or instead of those that RECIPE has.
 """
@@ -18,6 +18,7 @@ from statistics import fmean, median, pstdev
 from typing import NamedTuple
 
 from benchmarks import NO_GPUS
+from hvd_trainer.config.figures import StopCondition
 from hvd_trainer.measure.report import Table
 from hvd_trainer.measure.start import Start, run_to_end
 
@@ -58,15 +59,15 @@ def outcome_of(log: Path, until: str) -> Outcome:
     lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
     epochs = [line for line in lines if line["event"] == "epoch"]
     end = next(line for line in lines if line["event"] == "end")
-    figure, _, value = until.partition("=")
-    found = float(end[figure])
+    condition = StopCondition.parse(until)
+    found = float(end[condition.figure])
     return Outcome(
         sum(line["seconds"] for line in epochs) - end["first_step_s"],
         end["first_step_s"],
         len(epochs),
         end["step"],
         found,
-        found <= float(value) if figure.endswith("loss") else found >= float(value),
+        condition.is_reached({condition.figure: found}),
     )
 
 
@@ -77,7 +78,7 @@ def report(until: str, outcomes: Sequence[Outcome]) -> str:
         "first step, s": [its.first_step_s for its in outcomes],
         "epochs": [its.epochs for its in outcomes],
         "steps": [its.steps for its in outcomes],
-        until.partition("=")[0]: [its.figure for its in outcomes],
+        StopCondition.parse(until).figure: [its.figure for its in outcomes],
     }
     figures = (fmean, median, min, max, pstdev)
     columns = ("", "mean", "median", "lowest", "highest", "spread")
@@ -93,7 +94,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--data-dir", type=Path, required=True, help="MNIST's folder")
-    parser.add_argument("--until", default="val_accuracy=0.99", help="as the job's option")
+    parser.add_argument("--until", default="val_accuracy>=0.99", help="as the job's option")
     parser.add_argument("--seeds", type=int, default=30)
     parser.add_argument("--limit-s", type=float, default=600.0, help="for one run")
     parser.add_argument("--gpus", action="store_true", help="train on a GPU, not on the CPU")

@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
 
-from hvd_trainer.config.checks import COMMON, annotations_of, flag, read_range
+from hvd_trainer.config.checks import COMMON, describe, flag
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.parser import flatten, help_text
 from hvd_trainer.config.rules import CONFLICTS
@@ -32,6 +32,7 @@ INTRODUCTION = """\
 once.
 
 <!-- Written by `python docs/options_page.py`: change the dataclasses and not this page. -->"""
+SWITCH = Annotated[bool, COMMON]
 CUT_BY = "--stages, --chunks or --devices-per-rank"
 
 
@@ -70,18 +71,17 @@ def _groups(options: TrainerOptions, names: Iterable[str], heading: str) -> Iter
 def _rows(group: Any, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Yield option and explanation of each field; the explanation ends with its type, range and default."""
     kind = type(group)
-    hints, annotations = get_type_hints(kind), annotations_of(kind)
+    hints = get_type_hints(kind, include_extras=True)
     spec = ConstructorRegistry.get_struct_spec(StructTypeInfo.make(kind, group, in_union_context=False))
     assert isinstance(spec, StructConstructorSpec)
     texts = {field.name: help_text(field) or "" for field in spec.fields}
     for name in names:
         option = f"`{flag(name)}`"
-        ranges = [bound.words for bound in map(read_range, annotations[name]) if bound is not None]
-        kind_and_range = ", ".join([_type_in_words(hints[name]), *ranges])
+        values = "switch" if hints[name] is bool or hints[name] == SWITCH else describe(hints[name], "`{}`")
         default = f"; default `{getattr(group, name)}`" if getattr(group, name) != () else ""
         yield (
-            f"**{option}**" if COMMON in annotations[name] else option,
-            f"{_in_code(texts[name])}<br>*{kind_and_range}{default}*",
+            f"**{option}**" if COMMON in getattr(hints[name], "__metadata__", ()) else option,
+            f"{_in_code(texts[name])}<br>*{values}{default}*",
         )
 
 
@@ -89,17 +89,6 @@ def _table(rows: Iterable[tuple[str, ...]]) -> str:
     lines = [("Option", "Explanation"), ("---", "---"), *rows]
     text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
     return f'<div class="options" markdown>\n\n{text}\n\n</div>'
-
-
-def _type_in_words(hint: Any) -> str:
-    arguments = [argument for argument in get_args(hint) if argument not in (type(None), ...)]
-    if get_origin(hint) is Literal:
-        return ", ".join(f"`{choice}`" for choice in arguments)
-    if get_origin(hint) is tuple:
-        return f"{'any' if get_args(arguments[0]) else 'list'} of {_type_in_words(arguments[0])}"
-    if arguments:
-        return ", ".join(map(_type_in_words, arguments))
-    return "switch" if hint is bool else str(hint.__name__)
 
 
 def _other_defaults(options: TrainerOptions) -> str:

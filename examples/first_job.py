@@ -1,6 +1,8 @@
 from torch import nn, optim
 
-from hvd_trainer import ImageOptions, Trainer, TrainerOptions, accuracy, load_images, run_job
+from hvd_trainer import Trainer, TrainerOptions, accuracy, run_job
+from hvd_trainer.jobs.images import load_images
+from hvd_trainer.jobs.options import ImageOptions
 
 
 def main(options: TrainerOptions) -> None:

@@ -24,14 +24,14 @@ _HOMES = {
     ),
     "hvd_trainer.config.parser": ("parse",),
     "hvd_trainer.data": ("BatchSource", "DataShard", "TensorData", "once_per_node"),
-    "hvd_trainer.errors": ("BackendError", "DataError", "LaunchError", "OptionError", "UserError"),
-    "hvd_trainer.jobs.images": ("load_images",),
-    "hvd_trainer.jobs.options": ("ImageOptions",),
+    "hvd_trainer.errors": (
+        *("BackendError", "CheckpointError", "DataError", "LaunchError", "NonFiniteError", "OptionError"),
+        *("PeerError", "PreemptedError", "UserError"),
+    ),
     "hvd_trainer.training.job": ("run_job",),
     "hvd_trainer.launch.world": ("World", "detect"),
     "hvd_trainer.observe.metrics": ("accuracy",),
     "hvd_trainer.observe.trackers": ("MLflowTracker", "WandbTracker"),
-    "hvd_trainer.launch.slurm": ("SlurmStep", "detect_slurm"),
     "hvd_trainer.training.spawn": ("run",),
     "hvd_trainer.training.trainer": ("History", "Trainer"),
 }
@@ -54,10 +54,17 @@ if TYPE_CHECKING:
     )
     from hvd_trainer.config.parser import parse
     from hvd_trainer.data import BatchSource, DataShard, TensorData, once_per_node
-    from hvd_trainer.errors import BackendError, DataError, LaunchError, OptionError, UserError
-    from hvd_trainer.jobs.images import load_images
-    from hvd_trainer.jobs.options import ImageOptions
-    from hvd_trainer.launch.slurm import SlurmStep, detect_slurm
+    from hvd_trainer.errors import (
+        BackendError,
+        CheckpointError,
+        DataError,
+        LaunchError,
+        NonFiniteError,
+        OptionError,
+        PeerError,
+        PreemptedError,
+        UserError,
+    )
     from hvd_trainer.launch.world import World, detect
     from hvd_trainer.observe.callback import Callback, RunView
     from hvd_trainer.observe.metrics import accuracy

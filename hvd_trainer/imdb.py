@@ -19,7 +19,9 @@ def train(options: ImdbOptions) -> None:
     from hvd_trainer.jobs.reviews.dataset import load_texts
     from hvd_trainer.jobs.transformer import transformer
     from hvd_trainer.observe.metrics import accuracy
+    from hvd_trainer.observe.run_folder import TOKENIZER
     from hvd_trainer.training.trainer import Trainer
+    from hvd_trainer.utils.files import write_atomically
 
     options = options.filled()
     sizes = options.network.sizes
@@ -38,7 +40,7 @@ def train(options: ImdbOptions) -> None:
         trainer.fit(model, optimizer, cross_entropy, texts.train, texts.test, metrics={"accuracy": accuracy})
         if trainer.world.is_first and options.log.log_dir is not None and texts.tokenizer is not None:
             # Without it nobody could ask the weights about another review.
-            (Path(options.log.log_dir).expanduser() / "tokenizer.json").write_text(texts.tokenizer)
+            write_atomically(Path(options.log.log_dir).expanduser() / TOKENIZER, texts.tokenizer)
 
 
 if __name__ == "__main__":

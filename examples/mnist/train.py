@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from hvd_trainer import ImageOptions, Trainer, TrainerOptions, accuracy, load_images, run_job
+from hvd_trainer import Trainer, TrainerOptions, accuracy, run_job
+from hvd_trainer.jobs.images import load_images
+from hvd_trainer.jobs.options import ImageOptions
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from typing import Any
 
 from hvd_trainer.backends.base import Backend, ReplicaGrouping, StepResult
 from hvd_trainer.backends.collectives import ReduceOp
-from hvd_trainer.backends.devices import Devices
 from hvd_trainer.backends.session import Session
-from hvd_trainer.config.options import EngineOptions
-from hvd_trainer.errors import OptionError
+from hvd_trainer.config.options import EngineOptions, TrainerOptions
+from hvd_trainer.config.rules import check
 
 __all__ = ["BACKENDS", "Backend", "ReplicaGrouping", "EngineOptions", "ReduceOp", "StepResult", "create"]
 
@@ -27,7 +26,7 @@ def create(
     options: EngineOptions | None = None,
     environ: MutableMapping[str, str] | None = None,
     grouping: ReplicaGrouping | None = None,
-    devices: Devices = 1,
+    devices: int = 1,
     ddp_kwargs: Mapping[str, Any] | None = None,
 ) -> Backend:
     """Make the engine that `options.backend` names, not yet started.
@@ -36,17 +35,20 @@ def create(
         environ: `os.environ` if None.
         grouping: as for `Backend`.
         devices: as for `Session`.
-        ddp_kwargs: as for `DDPBackend`; other engines have none.
+        ddp_kwargs: as for `DDPBackend`; other engines leave them out.
 
     Raises:
         OptionError: there is no such engine, or an option or argument is not for it.
         LaunchError: as for `Session`.
     """
     options = options or EngineOptions()
-    if options.backend not in BACKENDS:
-        raise OptionError(f"There is no backend {options.backend!r}. Choose one of: {', '.join(BACKENDS)}")
+    check(TrainerOptions(engine=options))
     module, _, attribute = BACKENDS[options.backend].partition(":")
     kind: type[Backend] = getattr(importlib.import_module(module), attribute)
-    kind.check_options(options)
-    own: dict[str, Any] = {"ddp_kwargs": ddp_kwargs} if options.backend == "ddp" else {}
+    if ddp_kwargs:
+        # On each engine, or a mistake would wait for the day on which the engine is another.
+        from hvd_trainer.backends.ddp import check_ddp_kwargs
+
+        check_ddp_kwargs(ddp_kwargs)
+    own: dict[str, Any] = {"ddp_kwargs": ddp_kwargs} if kind.takes_ddp_kwargs else {}
     return kind(Session(options, environ, devices), grouping=grouping, **own)

@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -32,7 +32,6 @@ from hvd_trainer.backends.model_sync import check_same_model, synchronize
 from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.backends.unused_parameters import check_unused
-from hvd_trainer.config.checks import flag, range_errors, refuse, switch
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import BackendError
 from hvd_trainer.faults.activity import COLLECTIVE, Activity
@@ -83,8 +82,8 @@ class Backend(Engine, ABC):
 
     name: ClassVar[str]
     collectives_class: ClassVar[type[Collectives]]
-    unsupported_options: ClassVar[Mapping[str, str]] = {}
-    """Options that this engine cannot honour, each with the reason and what to do instead."""
+    takes_ddp_kwargs: ClassVar[bool] = False
+    """Whether `DistributedDataParallel` exchanges the gradients of a whole model."""
 
     def __init__(self, session: Session, *, grouping: ReplicaGrouping | None = None) -> None:
         self.session = session
@@ -95,23 +94,6 @@ class Backend(Engine, ABC):
         self._connection: Connection | None = None
         self._parameter_names: dict[Tensor, str] = {}
         self._exchange_monitor: ExchangeMonitor | None = None
-
-    @classmethod
-    def check_options(cls, options: EngineOptions) -> None:
-        """Check options for this engine, and report all mistakes at once.
-
-        Raises:
-            OptionError: an option that differs from its default has no meaning on this engine.
-        """
-        mistakes = []
-        for field in fields(EngineOptions):
-            value = getattr(options, field.name)
-            for key in (field.name, f"{field.name}={value}"):
-                if value != field.default and key in cls.unsupported_options:
-                    on_or_off = isinstance(value, bool)
-                    typed = switch(field.name, value) if on_or_off else f"{flag(field.name)} {value}"
-                    mistakes.append(f"{typed} with --backend {cls.name}: {cls.unsupported_options[key]}")
-        refuse([*mistakes, *range_errors(options)])
 
     @property
     def options(self) -> EngineOptions:

@@ -9,17 +9,11 @@ from hvd_trainer.backends.single import SingleBackend
 from hvd_trainer.errors import BackendError
 from hvd_trainer.utils import accelerator
 
-NOT_CONFIGURABLE = "DataParallel does it in its own way; leave it out, or use --backend ddp"
-
 
 class DataParallelBackend(SingleBackend):
     """Give each GPU a copy of the model and a share of the batch, in every step."""
 
     name = "data-parallel"
-    unsupported_options = {
-        **SingleBackend.unsupported_options,
-        **dict.fromkeys(("sync_batch_norm", "find_unused_parameters"), NOT_CONFIGURABLE),
-    }
 
     @property
     def version(self) -> str:

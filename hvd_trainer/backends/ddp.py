@@ -25,7 +25,6 @@ from hvd_trainer.faults.activity import COLLECTIVE
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.tensors import tensors_in
 
-HOROVOD_ONLY = "only Horovod has it; leave it out or use --backend horovod"
 # torch 2.15 renamed the option; the old name still works there, with a warning in every rank.
 BUFFERS_IN_FORWARD = (
     "forward_sync_buffers"
@@ -41,21 +40,32 @@ SET_BY_OPTIONS = {
 """Arguments of `DistributedDataParallel` that the engine sets."""
 
 
+def check_ddp_kwargs(ddp_kwargs: Mapping[str, Any]) -> None:
+    """Check further arguments of `DistributedDataParallel`.
+
+    Raises:
+        OptionError: it does not take one of them, or the engine sets it.
+    """
+    accepted = inspect.signature(DistributedDataParallel).parameters.keys() - SET_BY_OPTIONS
+    if refused := sorted(ddp_kwargs.keys() - accepted):
+        raise OptionError(
+            f"ddp_kwargs has {', '.join(refused)}, which DistributedDataParallel does not take, or which the "
+            f"engine sets by its options. It may have: {', '.join(sorted(accepted))}"
+        )
+
+
 class DDPBackend(Backend):
     """Average gradients in DDP's buckets while backward runs.
 
     Args:
         session, grouping: as for `Backend`.
         ddp_kwargs: further arguments of `DistributedDataParallel`.
-
-    Raises:
-        OptionError: it does not take one of them, or the engine sets it.
     """
 
     name = "ddp"
     collectives_class = DDPCollectives
     collectives: DDPCollectives
-    unsupported_options = {"transport=mpi": HOROVOD_ONLY}
+    takes_ddp_kwargs = True
 
     def __init__(
         self,
@@ -68,12 +78,6 @@ class DDPBackend(Backend):
         self._ddp: DistributedDataParallel | None = None
         self._ddp_kwargs = dict(ddp_kwargs or {})
         self._hook: RemovableHandle | None = None
-        accepted = inspect.signature(DistributedDataParallel).parameters.keys() - SET_BY_OPTIONS
-        if refused := sorted(self._ddp_kwargs.keys() - accepted):
-            raise OptionError(
-                f"ddp_kwargs has {', '.join(refused)}, which DistributedDataParallel does not take, or which the "
-                f"engine sets by its options. It may have: {', '.join(sorted(accepted))}"
-            )
 
     @property
     def version(self) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from hvd_trainer.errors import BackendError
@@ -11,15 +9,13 @@ from hvd_trainer.launch.world import World
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.text import COMMAND
 
-Devices = int | Sequence[str]
-"""How many devices, or their names."""
 
-
-def choose_devices(world: World, kind: str = "auto", devices: Devices = 1) -> list[torch.device]:
+def choose_devices(world: World, kind: str = "auto", count: int = 1) -> list[torch.device]:
     """Return the devices of this process, the first of which the caller may make its current one.
 
     Args:
         kind: `auto`, `cpu`, or a type of accelerator.
+        count: of devices.
 
     Raises:
         BackendError: devices were asked for that PyTorch does not see.
@@ -32,23 +28,10 @@ def choose_devices(world: World, kind: str = "auto", devices: Devices = 1) -> li
             f"{f'with --device {present}' if present else 'on CPUs with --device cpu'}"
         )
     visible = accelerator.count(present)
-    if not isinstance(devices, int):
-        chosen = [_device_named(name, present, visible) for name in devices]
-    elif present is None:
-        chosen = [torch.device("cpu")] * devices
-    else:
-        numbers = gpu_numbers(world.local_rank, world.local_size, visible, devices)
-        chosen = [torch.device(present, number) for number in numbers]
-    return chosen
-
-
-def _device_named(name: str, kind: str | None, visible: int) -> torch.device:
-    visible_names = ["cpu", *(f"{kind}:{number}" for number in range(visible))]
-    if name not in visible_names:
-        raise BackendError(
-            f"--devices {name}: there is no such device here. There are: {', '.join(visible_names)}"
-        )
-    return torch.device(name)
+    if present is None:
+        return [torch.device("cpu")] * count
+    numbers = gpu_numbers(world.local_rank, world.local_size, visible, count)
+    return [torch.device(present, number) for number in numbers]
 
 
 def gpu_numbers(local_rank: int, local_size: int, visible: int, count: int = 1) -> list[int]:

@@ -40,7 +40,6 @@ from hvd_trainer.errors import BackendError
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
-DDP_ONLY = "only DDP has it; leave it out or use --backend ddp"
 GRADIENT_TYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
@@ -50,9 +49,6 @@ class HorovodBackend(Backend):
     name = "horovod"
     collectives_class = HorovodCollectives
     collectives: HorovodCollectives
-    unsupported_options = dict.fromkeys(
-        ("transport=gloo", "transport=nccl", "transport=xccl", "compression=powersgd"), DDP_ONLY
-    )
 
     @property
     def _hvd(self) -> ModuleType:

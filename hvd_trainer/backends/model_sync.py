@@ -57,6 +57,6 @@ def check_same_model(collectives: Collectives, model: nn.Module) -> None:
     for rank, text in enumerate(collectives.all_gather_object(difference)):
         if text:
             raise BackendError(
-                f"Rank {rank} has another model than rank 0: {text}. Build it from the same options on all ranks, and "
-                "change it alike."
+                f"Rank {rank} has another model than rank 0: {text}. Build it from the same options on all ranks, "
+                "and change it alike."
             )

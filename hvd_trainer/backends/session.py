@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from hvd_trainer.backends.devices import Devices, choose_devices
+from hvd_trainer.backends.devices import choose_devices
 from hvd_trainer.backends.engine import Engine
 from hvd_trainer.backends.malloc import keep_freed_memory
 from hvd_trainer.config.options import EngineOptions
@@ -94,7 +94,7 @@ class Session:
     """CPU threads by PyTorch's choice, or by an earlier session's: another number is the program's"""
 
     def __init__(
-        self, options: EngineOptions, environ: MutableMapping[str, str] | None = None, devices: Devices = 1
+        self, options: EngineOptions, environ: MutableMapping[str, str] | None = None, devices: int = 1
     ) -> None:
         self.options = options
         self.environ = os.environ if environ is None else environ

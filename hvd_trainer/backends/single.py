@@ -12,8 +12,6 @@ from hvd_trainer.backends.base import Backend
 from hvd_trainer.backends.collectives import Collectives, ReduceOp
 from hvd_trainer.errors import LaunchError
 
-NOTHING_TO_EXCHANGE = "one process has nothing to exchange; leave it out"
-
 
 class LocalCollectives(Collectives):
     """Collectives of one rank."""
@@ -39,7 +37,6 @@ class SingleBackend(Backend):
 
     name = "single"
     collectives_class = LocalCollectives
-    unsupported_options = dict.fromkeys(("init_method", "compression", "transport"), NOTHING_TO_EXCHANGE)
 
     @property
     def version(self) -> str:

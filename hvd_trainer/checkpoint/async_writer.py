@@ -20,6 +20,7 @@ from hvd_trainer.backends.session import Session
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.checkpoint.parts import CheckpointParts
 from hvd_trainer.checkpoint.storage import OpenCheckpoint
+from hvd_trainer.config.figures import BestFigure
 from hvd_trainer.config.options import SaveOptions
 from hvd_trainer.utils import accelerator
 
@@ -54,6 +55,7 @@ class AsyncWriter:
         self, folder: Path | None, options: SaveOptions, session: Session | None = None, fit: int = 0
     ) -> None:
         self._folder, self._options = folder, options
+        self._best = None if options.keep_best is None else BestFigure.parse(options.keep_best)
         self._session, self._fit, self._given_up = session, fit, threading.Event()
         self._writer = ThreadPoolExecutor(1, "checkpoint-writer")
         self._writing: Future[None] | None = None
@@ -130,7 +132,7 @@ class AsyncWriter:
             parts = CheckpointParts(self._session, f"{self._fit}.{number}", self._given_up)
         if self._folder is not None:
             storage.save(self._folder, copied, step=step, epoch=epoch, figures=figures, others=parts)
-            storage.prune(self._folder, keep=self._options.keep, best=self._options.keep_best)
+            storage.prune(self._folder, keep=self._options.keep, best=self._best)
         elif parts is not None:
             parts.write(copied)
 

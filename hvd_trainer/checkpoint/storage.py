@@ -30,8 +30,9 @@ from safetensors import SafetensorError, serialize_file
 from torch import Tensor
 
 from hvd_trainer.checkpoint.stored import StateReader, StoredTensor, stored_tensors
-from hvd_trainer.config.stop_condition import is_better_lower
+from hvd_trainer.config.figures import BestFigure
 from hvd_trainer.errors import CheckpointError, first_line
+from hvd_trainer.observe.run_folder import EARLIER
 from hvd_trainer.utils.files import UNREADABLE, atomic_write, open_regular, read_regular
 from hvd_trainer.utils.serialization import describe, empty, flatten, tensor_specs, to_json, unflatten
 
@@ -271,7 +272,8 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
 def find_checkpoints(folder: Path) -> tuple[list[tuple[Manifest, Path]], list[CheckpointError]]:
     """Return the checkpoints of a folder with a valid manifest, newest first, and the errors of the others."""
     valid, refused = [], []
-    for path in sorted(path for path in folder.glob("[!.]*") if path.is_dir()):
+    # Not those of earlier runs, where they stay on the disk that the folder is a link to.
+    for path in sorted(path for path in folder.glob("[!.]*") if path.is_dir() and not path.match(f"{EARLIER}*")):
         try:
             valid.append((read_manifest(path), path))
         except CheckpointError as error:
@@ -279,11 +281,11 @@ def find_checkpoints(folder: Path) -> tuple[list[tuple[Manifest, Path]], list[Ch
     return sorted(valid, key=lambda entry: entry[0].number, reverse=True), refused
 
 
-def prune(folder: Path, *, keep: int, best: str | None) -> None:
+def prune(folder: Path, *, keep: int, best: BestFigure | None) -> None:
     """Remove all checkpoints but the newest `keep` and the best.
 
     Args:
-        best: a figure such as val_loss; the one with the lowest (of a loss), else the highest, stays as well.
+        best: the figure by which the best one stays as well.
 
     Raises:
         CheckpointError: one cannot be removed.
@@ -317,10 +319,9 @@ def remove_leftovers(folder: Path) -> None:
         raise CheckpointError(f"What is left of a checkpoint could not be removed: {error}") from error
 
 
-def find_best(checkpoints: list[tuple[Manifest, Path]], figure: str) -> Path | None:
-    """Return the checkpoint with the lowest loss, or the highest of another figure; of equals the earliest."""
-    sign = 1 if is_better_lower(figure) else -1
-    rated = [(sign * m.figures[figure], m.number, path) for m, path in checkpoints if figure in m.figures]
+def find_best(checkpoints: list[tuple[Manifest, Path]], best: BestFigure) -> Path | None:
+    """Return the checkpoint with the best figure; of equals the earliest."""
+    rated = [(best.rate(m.figures), m.number, path) for m, path in checkpoints if best.figure in m.figures]
     return min(rated)[2] if rated else None
 
 

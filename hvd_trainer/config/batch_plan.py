@@ -42,21 +42,21 @@ class BatchPlan:
         wanted, parts = options.global_batch_size, size * options.accumulate
         if wanted is None:
             return cls(size, options.batch_size, options.accumulate, size // replicas)
-        kind = "virtual rank" if options.reproducible else "rank"
-        among = f"{size} {kind if size == 1 else kind + 's'} x --accumulate {options.accumulate}"
         batch_size, rest = divmod(wanted, parts)
+        plan = cls(size, batch_size, options.accumulate, size // replicas)
         if rest or batch_size == 0:
             near = max(1, round(wanted / parts)) * parts
             raise OptionError(
-                f"--global-batch-size {wanted} does not divide among {among}. "
+                f"--global-batch-size {wanted} does not divide among {plan.among}. "
                 f"The nearest that does: --global-batch-size {near}"
             )
-        if options.batch_size not in (batch_size, TrainOptions.batch_size):
-            raise OptionError(
-                f"--batch-size {options.batch_size} and --global-batch-size {wanted} contradict each other: with "
-                f"{among} the batch size is {batch_size}. Leave one out."
-            )
-        return cls(size, batch_size, options.accumulate, size // replicas)
+        return plan
+
+    @property
+    def among(self) -> str:
+        """Return what a global batch is shared out among, in words: `4 ranks x --accumulate 2`."""
+        kind = "rank" if self.per_rank == 1 else "virtual rank"
+        return f"{self.size} {kind if self.size == 1 else kind + 's'} x --accumulate {self.accumulate}"
 
     @property
     def passes(self) -> int:

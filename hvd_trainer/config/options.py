@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt
-
-from hvd_trainer.config.checks import COMMON, ParsedBy
-from hvd_trainer.config.stop_condition import StopCondition
+from hvd_trainer.config.checks import COMMON, Count, NonNegative, NonNegativeInt, ParsedBy, Positive
+from hvd_trainer.config.figures import BestFigure, StopCondition
 
 Decay = Literal["none", "linear", "cosine"]
 
@@ -31,9 +29,9 @@ class EngineOptions:
     also torch.nn.DataParallel: one process with all GPUs, where --batch-size is per GPU"""
     device: Annotated[Literal["auto", "cpu", "cuda", "xpu"], COMMON] = "auto"
     """where to train: cuda is NVIDIA's and AMD's GPUs, xpu Intel's; auto takes a GPU per rank if there are any"""
-    timeout_s: Annotated[float, Gt(0)] = 60.0
+    timeout_s: Positive = 60.0
     """once it trains: abort, with the stacks of all ranks, when a rank makes no progress for this many seconds"""
-    startup_timeout_s: Annotated[float, Gt(0)] = 300.0
+    startup_timeout_s: Positive = 300.0
     """the same for the start, saving and callbacks; and how long a single exchange may take"""
     init_method: str | None = None
     """where ranks that were started by hand meet: env://, tcp://HOST:PORT or file:///PATH"""
@@ -42,10 +40,10 @@ class EngineOptions:
     on the route to rank 0's node"""
     compression: Annotated[Literal["none", "fp16", "bf16", "powersgd"], COMMON] = "none"
     """format of the gradients on the wire (powersgd: ddp only)"""
-    threads: Annotated[int | None, Ge(1)] = None
+    threads: Count | None = None
     """CPU threads of each rank; None: as OMP_NUM_THREADS or `torch.set_num_threads` says, else its share of the
     cores (another number adds in another order, so that last bits differ)"""
-    bucket_mb: Annotated[float, Gt(0)] = 25.0
+    bucket_mb: Positive = 25.0
     """gradients are exchanged in buckets of this size, in MB, while backward runs"""
     sync_batch_norm: bool = False
     """batch norm over the global batch instead of each rank's own"""
@@ -60,25 +58,26 @@ class EngineOptions:
 class TrainOptions:
     """Training."""
 
-    epochs: Annotated[int, Ge(1), COMMON] = 3
+    epochs: Annotated[Count, COMMON] = 3
     """passes over the training set"""
-    max_steps: Annotated[int | None, Ge(1), COMMON] = None
+    max_steps: Annotated[Count | None, COMMON] = None
     """end after so many optimizer steps, also inside an epoch; a later run with more continues from there"""
     until: Annotated[str | None, ParsedBy(StopCondition.parse)] = None
-    """val_accuracy=0.99: end after the epoch in which a figure is as good, a loss as low or another as high"""
-    batch_size: Annotated[int, Ge(1), COMMON] = 128
+    """'val_accuracy>=0.99' or 'val_loss<=0.05', in quotes: end after the epoch in which a figure is as high, or as
+    low"""
+    batch_size: Annotated[Count, COMMON] = 128
     """samples per rank and backward pass; times ranks times --accumulate it is the global batch"""
-    global_batch_size: Annotated[int | None, Ge(1), COMMON] = None
+    global_batch_size: Annotated[Count | None, COMMON] = None
     """samples per step of all ranks together; sets the batch size from the number of ranks"""
-    accumulate: Annotated[int, Ge(1), COMMON] = 1
+    accumulate: Annotated[Count, COMMON] = 1
     """backward passes per step: gradients are added up and exchanged once"""
     lr_scaling: Annotated[Literal["none", "linear", "sqrt"], COMMON] = "none"
     """multiply the learning rate by (ranks x accumulate), or its square root; the same on both engines"""
-    warmup_epochs: Annotated[float, Ge(0), COMMON] = 0.0
+    warmup_epochs: Annotated[NonNegative, COMMON] = 0.0
     """raise the learning rate linearly from near 0 over this many epochs"""
     lr_decay: Decay = "none"
     """lower the learning rate over the rest of all epochs down to 0, on a line or half a cosine"""
-    max_norm: Annotated[float | None, Gt(0), COMMON] = None
+    max_norm: Annotated[Positive | None, COMMON] = None
     """clip the norm of the averaged gradient to this"""
     precision: Annotated[Literal["fp32", "bf16", "fp16"], COMMON] = "fp32"
     """mixed precision of forward and backward; fp16 scales the loss"""
@@ -88,19 +87,18 @@ class TrainOptions:
     reproducible: int | None = None
     """cut the global batch into this many virtual ranks (a power of two): the same bits on 1, 2, 4, ... ranks of
     either engine; then --batch-size is per virtual rank"""
-    compile: bool = False
-    """compile the model with torch.compile"""
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
-    """its mode: on GPUs, reduce-overhead and max-autotune launch what they have compiled as CUDA graphs"""
+    compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
+    """compile the model with torch.compile, in this mode: on GPUs, reduce-overhead and max-autotune launch what
+    they have compiled as CUDA graphs"""
     tf32: bool = False
     """on GPUs: multiply float32 matrices in TF32, faster and with 10 bits of mantissa"""
     channels_last: bool = False
     """keep the weights of convolutions channels last, which GPUs compute faster with bf16, fp16 and TF32"""
-    seed: Annotated[int, Ge(0), COMMON] = 0
+    seed: Annotated[NonNegativeInt, COMMON] = 0
     """seed of weights, data order and dropout"""
-    workers: Annotated[int | None, Ge(0)] = None
+    workers: NonNegativeInt | None = None
     """loader processes per rank; None: by CPUs, and none at all for data in memory"""
-    prefetch: Annotated[int | None, Ge(1)] = None
+    prefetch: Count | None = None
     """batches that each loader process has ready; None: 2, as in PyTorch"""
 
 
@@ -110,12 +108,10 @@ class LogOptions:
 
     log_dir: Annotated[str | None, COMMON] = None
     """folder for metrics.jsonl, TensorBoard events, config.yaml, checkpoints and the final weights"""
-    log_every: Annotated[int, Ge(1)] = 50
+    log_every: Count = 50
     """steps between two lines in metrics.jsonl"""
     quiet: Annotated[bool, COMMON] = False
     """print errors only"""
-    verbose: bool = False
-    """print more of what is decided at the start"""
 
 
 @dataclass(frozen=True)
@@ -128,35 +124,34 @@ class SaveOptions:
         Literal["optimizer", "scheduler", "scaler", "loss", "frozen", "random", "data"], ...
     ] = ()
     """what may be missing in it or different from it, and is then reset (frozen: which parameters are trained)"""
-    save_every_epochs: Annotated[int | None, Ge(1)] = 1
+    save_every_epochs: Count | None = 1
     """save after each n-th epoch, and the last"""
-    save_every_steps: Annotated[int | None, Ge(1)] = None
+    save_every_steps: Count | None = None
     """save after each n-th step"""
-    save_every_s: Annotated[float | None, Gt(0)] = 600.0
+    save_every_s: Positive | None = 600.0
     """save when the last save is so many seconds ago"""
-    commit_every_steps: Annotated[int, Ge(1)] = 50
+    commit_every_steps: Count = 50
     """under horovodrun's elastic mode: remember the state after each n-th step, for the ranks that
     continue when others fail"""
     requeue: bool = False
     """in a Slurm job: when a signal stops it, put it back into the queue, from where it resumes by itself"""
-    keep: Annotated[int, Ge(1)] = 2
+    keep: Count = 2
     """how many of the newest checkpoints stay"""
-    keep_best: str | None = "val_loss"
-    """the figure by which the best one stays too: the lowest of a loss, the highest of others"""
+    keep_best: Annotated[str | None, ParsedBy(BestFigure.parse)] = "min:val_loss"
+    """the one with the lowest or the highest figure stays too, where records have it: min:val_loss,
+    max:val_accuracy"""
 
 
 @dataclass(frozen=True)
 class ParallelOptions:
     """A model in parts, for one that is too large for a GPU, or for its batch."""
 
-    stages: Annotated[int, Ge(1), COMMON] = 1
+    stages: Annotated[Count, COMMON] = 1
     """processes that share one copy of the model, each with a stage of its blocks; ranks / stages copies train in
     parallel, and --batch-size is per copy"""
-    devices_per_rank: Annotated[int, Ge(1)] = 1
+    devices_per_rank: Count = 1
     """devices of each process, with a part of the model on each"""
-    devices: tuple[str, ...] = ()
-    """the same by their names, such as cuda:0 cpu, instead of the next free ones"""
-    chunks: Annotated[int | None, Ge(1)] = None
+    chunks: Count | None = None
     """micro-batches that a batch is cut into, so that all stages or devices work at once (1: one after the other);
     None: as many as there are stages or devices"""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
@@ -173,22 +168,24 @@ class ParallelOptions:
     @property
     def is_staged(self) -> bool:
         """Return whether the model or its batches are cut."""
-        return self.stages * self.num_devices > 1 or self.chunks is not None
+        return self.stages * self.devices_per_rank > 1 or self.chunks is not None
 
     @property
     def cut_by(self) -> str:
         """Return the option that cuts the model or its batches, as it is typed."""
-        return "--stages" if self.stages > 1 else "--chunks" if self.num_devices == 1 else "--devices-per-rank"
-
-    @property
-    def num_devices(self) -> int:
-        """Return the number of devices of each process."""
-        return len(self.devices) or self.devices_per_rank
+        return (
+            "--stages" if self.stages > 1 else "--chunks" if self.devices_per_rank == 1 else "--devices-per-rank"
+        )
 
     @property
     def num_chunks(self) -> int:
         """Return the number of micro-batches of a batch."""
-        return self.stages * self.num_devices if self.chunks is None else self.chunks
+        return self.stages * self.devices_per_rank if self.chunks is None else self.chunks
+
+    @property
+    def num_rounds(self) -> int:
+        """Return the number of rounds in which a schedule of rounds works on all micro-batches."""
+        return max(1, self.num_chunks // self.stages)
 
     @property
     def parts_of_each(self) -> int:
@@ -200,10 +197,10 @@ class ParallelOptions:
 class MeasureOptions:
     """What a step's time goes to."""
 
-    profile_steps: Annotated[int | None, Ge(1), COMMON] = None
+    profile_steps: Annotated[Count | None, COMMON] = None
     """what all ranks do in so many steps, by PyTorch's profiler: one trace for ui.perfetto.dev in the log folder,
     and a table of who waited for whom"""
-    profile_skip: Annotated[int, Ge(0)] = 5
+    profile_skip: NonNegativeInt = 5
     """how many steps come before these, in which caches fill; in one more the profiler sets itself up"""
 
 

@@ -12,7 +12,7 @@ import inspect
 import io
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict, fields, is_dataclass, replace
 from datetime import date
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import yaml
 
-from hvd_trainer.config.checks import COMMON, flag, switch
+from hvd_trainer.config.checks import COMMON, default_of, flag, switch
 from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import OptionError
 
@@ -151,6 +151,18 @@ def with_values(options: T, values: Mapping[str, Any]) -> T:
             changes[entry.name] = with_values(value, values)
         elif entry.name in values:
             changes[entry.name] = values[entry.name]
+    return replace(options, **changes)  # type: ignore[type-var]  # T is a dataclass
+
+
+def with_defaults(options: T, names: Collection[str]) -> T:
+    """Return the same options with the defaults of some, by their flat names."""
+    changes: dict[str, Any] = {}
+    for entry in fields(options):  # type: ignore[arg-type]  # T is a dataclass
+        value = getattr(options, entry.name)
+        if entry.name in names:
+            changes[entry.name] = default_of(type(options), entry.name)
+        elif is_dataclass(value):
+            changes[entry.name] = with_defaults(value, names)
     return replace(options, **changes)  # type: ignore[type-var]  # T is a dataclass
 
 

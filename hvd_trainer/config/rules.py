@@ -1,12 +1,15 @@
-"""Which options do not go together, as a table, and the check of all options at once."""
+"""The one place where options are refused, all mistakes at once: by their values, by each other, by the launch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from hvd_trainer.config.checks import range_errors, refuse
+from hvd_trainer.config.checks import default_of, find_wrong_values, flag, refuse
+from hvd_trainer.config.launch_rules import Launch, launch_mistakes
 from hvd_trainer.config.options import MeasureOptions, ParallelOptions, TrainerOptions
+from hvd_trainer.config.parser import with_defaults
 
 
 @dataclass(frozen=True)
@@ -26,30 +29,49 @@ class Conflict:
         return self.text.format_map(vars(options))
 
 
-def check(options: TrainerOptions) -> None:
+def check(options: TrainerOptions, launch: Launch | None = None) -> None:
     """Check all options at once.
 
+    Args:
+        launch: the job that they are for; None: not known.
+
     Raises:
-        OptionError: values are out of their ranges, options contradict each other, or the job finds mistakes.
+        OptionError: values are out of their ranges, options contradict each other or do not go with the launch, or
+            the job finds mistakes.
     """
-    refuse(find_mistakes(options))
+    refuse(find_mistakes(options, launch))
 
 
-def find_mistakes(options: TrainerOptions) -> list[str]:
+def find_mistakes(options: TrainerOptions, launch: Launch | None = None) -> list[str]:
     """Return one message per mistake."""
+    wrong = find_wrong_values(options)
+    # What is wrong by itself has its message, and is looked at no further.
+    rest = with_defaults(options, wrong)
     conflicts = (conflict for table in CONFLICTS.values() for conflict in table)
     return [
-        *range_errors(options),
-        *(conflict.message(options) for conflict in conflicts if conflict.when(options)),
-        *options.mistakes(),
+        *wrong.values(),
+        *(conflict.message(rest) for conflict in conflicts if conflict.when(rest)),
+        *rest.mistakes(),
+        *(() if launch is None else launch_mistakes(rest, launch)),
     ]
 
 
+def _saves_nowhere(name: str, options: TrainerOptions) -> bool:
+    """Return whether an option asks for checkpoints, other than by default, where nothing is kept."""
+    usual = getattr(default_of(type(options), "save"), name, None)
+    return options.log.log_dir is None and getattr(options.save, name) not in (usual, None)
+
+
 POWERS_OF_TWO = [2**power for power in range(64)]
+IN_ROUNDS = ("interleaved", "zero-bubble")
+"""Schedules that work on a round of chunks after the other."""
+ALONE = ("single", "data-parallel")
+"""Engines of one process."""
+GRAPHS = ("reduce-overhead", "max-autotune")
+"""Values of `--compile` by which steps are launched as CUDA graphs."""
 
 CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
     "The log folder": (
-        Conflict(lambda o: o.log.quiet and o.log.verbose, "--quiet and --verbose contradict each other"),
         Conflict(
             lambda o: o.measure.profile_steps is not None and o.log.log_dir is None,
             "--profile-steps writes to the log folder: add --log-dir DIR",
@@ -65,6 +87,10 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
         Conflict(
             lambda o: o.save.resume == "auto" and o.log.log_dir is None,
             "--resume auto looks in the log folder: add --log-dir DIR",
+        ),
+        *(
+            Conflict(partial(_saves_nowhere, name), f"{flag(name)} is about checkpoints: add --log-dir DIR")
+            for name in ("save_every_epochs", "save_every_steps", "save_every_s", "keep", "keep_best")
         ),
     ),
     "Reproducible sums (`--reproducible`)": (
@@ -82,28 +108,24 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
         ),
     ),
     "Compilation (`--compile`)": (
-        Conflict(
-            lambda o: o.train.compile_mode != "default" and not o.train.compile,
-            "--compile-mode {train.compile_mode} says how to compile: add --compile",
-        ),
         # PyTorch's issue 169545: a replayed graph writes over the gradients of the pass before it.
         Conflict(
-            lambda o: o.train.compile_mode != "default" and o.train.reproducible is not None,
-            "--compile-mode {train.compile_mode} is for steps of one backward pass: leave it out, or leave out "
+            lambda o: o.train.compile in GRAPHS and o.train.reproducible is not None,
+            "--compile {train.compile} is for steps of one backward pass: type --compile default, or leave out "
             "--reproducible",
         ),
         Conflict(
-            lambda o: o.train.compile_mode != "default" and o.train.accumulate > 1,
-            "--compile-mode {train.compile_mode} is for steps of one backward pass: leave it out, or leave out "
+            lambda o: o.train.compile in GRAPHS and o.train.accumulate > 1,
+            "--compile {train.compile} is for steps of one backward pass: type --compile default, or leave out "
             "--accumulate",
         ),
         Conflict(
-            lambda o: o.train.compile and (o.parallel.activation_checkpointing != "none" or is_fully_sharded(o)),
+            lambda o: is_compiled(o) and (o.parallel.activation_checkpointing != "none" or is_fully_sharded(o)),
             "--compile goes neither with --activation-checkpointing nor with --shard full: leave it out, and "
             "compile the blocks yourself, with block.compile()",
         ),
         Conflict(
-            lambda o: o.train.compile and o.parallel.is_staged,
+            lambda o: is_compiled(o) and o.parallel.is_staged,
             "--compile does not go with {parallel.cut_by}: compile the blocks yourself, with block.compile()",
         ),
     ),
@@ -113,7 +135,18 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "--schedule is about stages: add --stages, or leave it out",
         ),
         Conflict(
-            lambda o: o.parallel.balance != "time" and o.parallel.stages * o.parallel.num_devices == 1,
+            lambda o: o.parallel.schedule == "1f1b" and o.parallel.num_chunks < o.parallel.stages,
+            "--schedule 1f1b keeps {parallel.stages} stages busy only with as many chunks, and here are "
+            "{parallel.num_chunks}. Type --chunks {parallel.stages}, or --schedule gpipe, which takes any number",
+        ),
+        Conflict(
+            lambda o: o.parallel.schedule in IN_ROUNDS and bool(o.parallel.num_chunks % o.parallel.num_rounds),
+            "--schedule {parallel.schedule} works in rounds of equally many chunks, about as many as the "
+            "{parallel.stages} stages, and --chunks {parallel.num_chunks} does not divide. Type a multiple of "
+            "{parallel.stages}",
+        ),
+        Conflict(
+            lambda o: o.parallel.balance != "time" and o.parallel.stages * o.parallel.devices_per_rank == 1,
             "--balance cuts a model: add --stages or --devices-per-rank, or leave it out",
         ),
         Conflict(
@@ -121,16 +154,7 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "{parallel.cut_by} and --reproducible: micro-batches are summed in another order; leave one out",
         ),
         Conflict(
-            lambda o: o.train.global_batch_size is None and (o.parallel.chunks or 0) > max(o.train.batch_size, 0),
-            "--chunks {parallel.chunks} cuts --batch-size {train.batch_size} into less than one sample",
-        ),
-        Conflict(
-            lambda o: bool(o.parallel.devices) and o.parallel.devices_per_rank not in (1, o.parallel.num_devices),
-            "--devices names {parallel.num_devices}, but --devices-per-rank is {parallel.devices_per_rank}: leave "
-            "one out",
-        ),
-        Conflict(
-            lambda o: o.parallel.stages > 1 and o.parallel.num_devices > 1,
+            lambda o: o.parallel.stages > 1 and o.parallel.devices_per_rank > 1,
             "--stages gives a part of the model to each rank, and --devices-per-rank several: leave one out",
         ),
         Conflict(
@@ -152,7 +176,7 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "--shard full is PyTorch's own: type --backend ddp, or --shard optimizer",
         ),
         Conflict(
-            lambda o: is_fully_sharded(o) and o.parallel.num_devices > 1,
+            lambda o: is_fully_sharded(o) and o.parallel.devices_per_rank > 1,
             "--shard full has a rank's slices on one device: leave out --devices-per-rank",
         ),
         Conflict(
@@ -181,7 +205,44 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "--compression does not go with --shard full: leave one out",
         ),
     ),
-    "Other engines and gradients": (
+    "Engines and gradients": (
+        Conflict(
+            lambda o: o.engine.backend == "horovod" and o.engine.transport not in ("auto", "mpi"),
+            "--transport {engine.transport} with --backend horovod: only DDP has it; leave it out, or type "
+            "--backend ddp",
+        ),
+        Conflict(
+            lambda o: o.engine.backend == "horovod" and o.engine.compression == "powersgd",
+            "--compression powersgd with --backend horovod: only DDP has it; leave it out, or type --backend ddp",
+        ),
+        Conflict(
+            lambda o: o.engine.backend == "ddp" and o.engine.transport == "mpi",
+            "--transport mpi with --backend ddp: only Horovod has it; leave it out, or type --backend horovod",
+        ),
+        Conflict(
+            lambda o: o.engine.backend in ALONE and o.engine.transport != "auto",
+            "--transport {engine.transport} with --backend {engine.backend}: one process has nothing to exchange; "
+            "leave it out",
+        ),
+        Conflict(
+            lambda o: o.engine.backend in ALONE and o.engine.compression != "none",
+            "--compression {engine.compression} with --backend {engine.backend}: one process has nothing to "
+            "exchange; leave it out",
+        ),
+        Conflict(
+            lambda o: o.engine.backend in ALONE and o.engine.init_method is not None,
+            "--init-method with --backend {engine.backend}: one process has nothing to exchange; leave it out",
+        ),
+        Conflict(
+            lambda o: o.engine.backend == "data-parallel" and o.engine.sync_batch_norm,
+            "--sync-batch-norm with --backend data-parallel: DataParallel does it in its own way; leave it out, "
+            "or type --backend ddp",
+        ),
+        Conflict(
+            lambda o: o.engine.backend == "data-parallel" and o.engine.find_unused_parameters,
+            "--find-unused-parameters with --backend data-parallel: DataParallel does it in its own way; leave it "
+            "out, or type --backend ddp",
+        ),
         Conflict(
             lambda o: (
                 o.engine.backend == "data-parallel"
@@ -196,6 +257,11 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
         ),
     ),
 }
+
+
+def is_compiled(options: TrainerOptions) -> bool:
+    """Return whether torch.compile compiles the model."""
+    return options.train.compile != "none"
 
 
 def is_fully_sharded(options: TrainerOptions) -> bool:

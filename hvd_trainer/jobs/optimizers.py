@@ -12,6 +12,8 @@ from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.jobs.options import OptimizerOptions
 from hvd_trainer.utils import accelerator
 
+MOMENTUM = 0.9
+
 
 def make_optimizer(
     model: nn.Module, choice: OptimizerOptions, *, device: torch.device, options: TrainerOptions
@@ -23,12 +25,13 @@ def make_optimizer(
     assert choice.lr is not None
     fused = None if accelerator.is_host(device) else True
     if choice.optimizer == "sgd":
+        momentum = MOMENTUM if choice.momentum is None else choice.momentum
         # PyTorch has no fused SGD of slices (`--shard full`); and if the scaler leaves the first step out, its
         # momentum starts from uninitialised memory.
-        if options.parallel.shard == "full" or (options.train.precision == "fp16" and choice.momentum):
+        if options.parallel.shard == "full" or (options.train.precision == "fp16" and momentum):
             fused = None
         optimizer: Optimizer = torch.optim.SGD(
-            model.parameters(), choice.lr, momentum=choice.momentum, weight_decay=choice.weight_decay, fused=fused
+            model.parameters(), choice.lr, momentum=momentum, weight_decay=choice.weight_decay, fused=fused
         )
     else:
         kind = torch.optim.AdamW if choice.optimizer == "adamw" else torch.optim.Adam

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Lt
+from msgspec import Meta
 
-from hvd_trainer.config.checks import COMMON
+from hvd_trainer.config.checks import COMMON, Count, NonNegative, Positive
 from hvd_trainer.config.options import TrainerOptions, TrainOptions
 
 OptimizerName = Literal["adam", "adamw", "sgd"]
@@ -31,12 +31,18 @@ class OptimizerOptions:
 
     optimizer: Annotated[OptimizerName, COMMON] = "adam"
     """how gradients become updates"""
-    lr: Annotated[float | None, Gt(0), COMMON] = None
+    lr: Annotated[Positive | None, COMMON] = None
     """learning rate, before --lr-scaling (mnist: 4e-3; imdb: 1e-3, and 1e-4 for --preset reference)"""
-    momentum: Annotated[float, Ge(0)] = 0.9
-    """sgd only"""
-    weight_decay: Annotated[float, Ge(0)] = 0.0
+    momentum: NonNegative | None = None
+    """sgd only; None: 0.9"""
+    weight_decay: NonNegative = 0.0
     """decay of the weights (adamw: decoupled)"""
+
+    def mistakes(self) -> list[str]:
+        """Return one message per mistake that no range on a field can say."""
+        if self.momentum is None or self.optimizer == "sgd":
+            return []
+        return [f"--momentum {self.momentum} is for --optimizer sgd, not {self.optimizer}: leave one out"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,9 @@ class MnistOptions(TrainerOptions):
     network: ModelOptions = field(default_factory=ModelOptions)
     optimizer: OptimizerOptions = field(default_factory=lambda: OptimizerOptions(lr=MNIST_LR))
 
+    def mistakes(self) -> list[str]:
+        return self.optimizer.mistakes()
+
 
 @dataclass(frozen=True)
 class TextOptions:
@@ -70,7 +79,7 @@ class TextOptions:
     data_dir: Annotated[str | None, COMMON] = None
     """aclImdb_v1.tar.gz, the folder aclImdb that it unpacks to, or a folder with either; None: a cache folder of
     yours"""
-    synthetic_reviews: Annotated[int, Ge(1)] = 10_000
+    synthetic_reviews: Count = 10_000
     """synthetic only: how many to train on; a tenth as many to validate on"""
 
 
@@ -94,19 +103,19 @@ class TextModelOptions:
     preset: Annotated[Literal["small", "reference"], COMMON] = "small"
     """small, for CPUs, or reference, for GPUs: 365 million parameters, to which --precision bf16, --batch-size 32
     and --warmup-epochs 1 suit"""
-    layers: Annotated[int | None, Ge(1)] = None
+    layers: Count | None = None
     """encoder layers (2; 12)"""
-    d_model: Annotated[int | None, Ge(1)] = None
+    d_model: Count | None = None
     """width of what they pass on (64; 2048)"""
-    heads: Annotated[int | None, Ge(1)] = None
+    heads: Count | None = None
     """attention heads, which divide the width (2; 16)"""
-    d_hid: Annotated[int | None, Ge(1)] = None
+    d_hid: Count | None = None
     """width of the hidden layer in each (128; 2048)"""
-    dropout: Annotated[float | None, Ge(0), Lt(1)] = None
+    dropout: Annotated[float, Meta(ge=0, lt=1)] | None = None
     """share of values that are left out in training (0.2)"""
-    sequence_length: Annotated[int | None, Ge(1)] = None
+    sequence_length: Count | None = None
     """tokens of a review (256; 512)"""
-    vocabulary: Annotated[int | None, Ge(MIN_VOCABULARY)] = None
+    vocabulary: Annotated[int, Meta(ge=MIN_VOCABULARY)] | None = None
     """different tokens (8000; 30000)"""
 
     @property
@@ -146,9 +155,11 @@ class ImdbOptions(TrainerOptions):
         return replace(self, network=network, optimizer=replace(self.optimizer, lr=lr))
 
     def mistakes(self) -> list[str]:
-        mistakes, sizes = [], self.network.sizes
-        if sizes.heads > 0 and sizes.d_model % sizes.heads:
+        mistakes, sizes = self.optimizer.mistakes(), self.network.sizes
+        if sizes.d_model % sizes.heads:
             mistakes.append(f"--heads must divide --d-model, and {sizes.heads} does not divide {sizes.d_model}")
         if self.data.dataset == "synthetic" and self.data.data_dir is not None:
             mistakes.append("--dataset synthetic reads no data: leave out --data-dir")
+        if self.data.dataset != "synthetic" and self.data.synthetic_reviews != TextOptions.synthetic_reviews:
+            mistakes.append("--synthetic-reviews is for --dataset synthetic: leave one out")
         return mistakes

@@ -11,7 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TypeVar
 
-from hvd_trainer.config.checks import range_errors, refuse
+from hvd_trainer.config.checks import find_wrong_values, refuse
 from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import OptionError
 from hvd_trainer.utils.text import COMMAND, INSTALL_HOROVOD
@@ -42,7 +42,7 @@ def read_command(name: str, kind: type[T], argv: Sequence[str]) -> tuple[T, tupl
     # horovodrun calls it -np.
     own = ["--np" if word == "-np" else word for word in words[:place]]
     options = read_words(kind, own, program=f"{COMMAND} {name}")
-    refuse(range_errors(options))
+    refuse(find_wrong_values(options).values())
     return options, read_job(words[place + 1 :])
 
 

@@ -12,14 +12,17 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TextIO
 
-from hvd_trainer.utils.files import find_unsafe_path, read_regular
+from hvd_trainer.utils.files import find_unsafe_path, read_regular, write_atomically
 
 METRICS, FACTS, LOCK, JOB, CONFIG = "metrics.jsonl", "run.json", ".lock", ".job", "config.yaml"
 FOLDERS = ("failures", "profile")
-WRITTEN = (METRICS, FACTS, LOCK, JOB, CONFIG, "tokenizer.json", *FOLDERS)
+CHECKPOINTS, EARLIER = "checkpoints", "earlier-"
+TOKENIZER = "model.tokenizer.json"
+"""What a model of texts reads its inputs by: it goes where the weights go."""
+WRITTEN = (METRICS, LOCK, *FOLDERS)
 """Files that a run writes in place, and not by renaming a finished one."""
-SET_ASIDE = (METRICS, FACTS, CONFIG, "model.safetensors", "checkpoints", *FOLDERS)
-"""Files of an earlier run that are moved away when another begins."""
+SET_ASIDE = (METRICS, FACTS, CONFIG, "model.safetensors", TOKENIZER, *FOLDERS)
+"""Files of an earlier run that are moved away when another begins; its checkpoints are, too."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Errors of file systems without locks, such as Lustre mounted without them."""
 POLL_S = 0.1
@@ -48,6 +51,10 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            if self._checkpoints.is_symlink() and not self._checkpoints.is_dir():
+                return (
+                    f"{self._checkpoints} is a link to {self._checkpoints.readlink()}, which is no folder. Make it"
+                )
             return find_unsafe_path(self.path, WRITTEN) or self._lock_file(patience_s)
         except OSError as error:
             return str(error)
@@ -85,19 +92,43 @@ class RunFolder:
 
     def write_names(self, names: Collection[str]) -> None:
         """Keep the names of the job whose run is in the folder."""
-        (self.path / JOB).write_text("".join(f"{name}\n" for name in names))
+        write_atomically(self.path / JOB, "".join(f"{name}\n" for name in names))
 
     def set_aside(self) -> Path | None:
         """Move an earlier run's files to `earlier-1`, `earlier-2`, ...; return where, or None without any."""
         old = [self.path / name for name in SET_ASIDE if (self.path / name).exists()]
         old += self.path.glob("events.out.tfevents.*")
-        if not old:
+        checkpoints = [manifest.parent for manifest in self._checkpoints.glob("[!.]*/manifest.json")]
+        if not old and not checkpoints:
             return None
-        aside = next(folder for n in itertools.count(1) if not (folder := self.path / f"earlier-{n}").exists())
+        numbered = (f"{EARLIER}{number}" for number in itertools.count(1))
+        places = (self.path, self._checkpoints)
+        name = next(name for name in numbered if not any((place / name).exists() for place in places))
+        aside = self.path / name
         aside.mkdir()
         for path in old:
             path.rename(aside / path.name)
+        if checkpoints and not self._move_checkpoints(aside):
+            (self._checkpoints / name).mkdir()
+            for path in checkpoints:
+                path.rename(self._checkpoints / name / path.name)
         return aside
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    def _move_checkpoints(self, aside: Path) -> bool:
+        """Move the folder of checkpoints; return False if it is a link or a volume, on whose disk they stay."""
+        if self._checkpoints.is_symlink():
+            return False
+        try:
+            self._checkpoints.rename(aside / CHECKPOINTS)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            return False
+        return True
 
     def close(self) -> None:
         """Release the lock."""

@@ -15,7 +15,7 @@ import yaml
 from hvd_trainer.backends import Backend
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.run_folder import CONFIG, FACTS, METRICS, RunFolder
-from hvd_trainer.utils.files import atomic_write, open_regular
+from hvd_trainer.utils.files import atomic_write, open_regular, write_atomically
 from hvd_trainer.utils.text import install_extra
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class RunLog:
         self.place = self._run_folder.path if self._run_folder else None
         self.folder = self.place if first else None
         self._started_at = time.time()
+        self._step = 0
         self._board: Any = None
         self._lines: Any = None
         self.ended = False
@@ -94,34 +95,41 @@ class RunLog:
                 self.info(f"log      the run that was in {self.folder} is now in {aside}")
             self._run_folder.write_names(names)
             self._lines = file.open("a", buffering=1)
-            self._open_board(step)
+            self._step = step
         except OSError as error:
             raise OptionError(f"--log-dir {self.folder} cannot be written to: {error}") from error
 
-    def _open_board(self, step: int) -> None:
+    def _open_board(self) -> None:
         # Imported now, and not when the first line is due: that is a step, and all ranks would wait for it.
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             self.info(f"log      without TensorBoard's file, which needs: {install_extra('tensorboard')}")
         else:
-            self._board = SummaryWriter(str(self.folder), purge_step=step + 1)
+            self._board = SummaryWriter(str(self.folder), purge_step=self._step + 1)
 
     def info(self, text: str) -> None:
         """Log a line for the person who started the run, on rank 0 and unless the job is quiet."""
         if self.prints:
             logger.info(text)
 
-    def write_config(self, options: dict[str, Any]) -> None:
-        """Write the options as YAML that `--config` reads."""
-        if self.folder is not None:
-            plain = {name: _plain(value) for name, value in options.items()}
-            (self.folder / CONFIG).write_text(yaml.safe_dump(plain, sort_keys=False))
+    def describe(self, options: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Write the options as YAML that `--config` reads, and what the run found; then open TensorBoard's file.
 
-    def write_facts(self, facts: dict[str, Any]) -> None:
-        """Write what the run found: data, model, engine, versions."""
-        if self.folder is not None:
-            (self.folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+        TensorBoard writes in a thread of its own, whose error on a full disk would be a traceback.
+
+        Raises:
+            OptionError: they cannot be written.
+        """
+        if self.folder is None:
+            return
+        plain = {name: _plain(value) for name, value in options.items()}
+        try:
+            write_atomically(self.folder / CONFIG, yaml.safe_dump(plain, sort_keys=False))
+            write_atomically(self.folder / FACTS, json.dumps(facts, indent=1) + "\n")
+            self._open_board()
+        except OSError as error:
+            raise OptionError(f"--log-dir {self.folder} cannot be written to: {error}") from error
 
     def record(self, event: str, values: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl, and its figures to TensorBoard: `train/loss`, `step/train/loss`."""

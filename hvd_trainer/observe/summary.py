@@ -43,9 +43,6 @@ def startup_summary(run: RunView, layout: Mapping[str, str]) -> str:
     }
     if command := _launch_command(run):
         lines["launch"] = f"one rank; with one for each {command}"
-    if options.log.verbose:
-        lines["hosts"] = ", ".join(f"{i}: {peer.host}" for i, peer in enumerate(backend.session.peers))
-        lines["torch"] = f"{torch.__version__}, {accelerator.built_for()}"
     return "\n".join(f"{name:8} {text}" for name, text in lines.items())
 
 
@@ -102,8 +99,7 @@ def _numbers(options: TrainerOptions) -> str:
         f"{train.precision}, seed {train.seed}"
         + (f", gradients sent as {compression}" if compression != "none" else "")
         + "".join(f", {words}" for name, words in KERNELS.items() if getattr(train, name))
-        + (", compiled" if train.compile else "")
-        + (f" ({train.compile_mode})" if train.compile_mode != "default" else "")
+        + ("" if train.compile == "none" else f", compiled ({train.compile})")
     )
 
 

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hvd_trainer.errors import OptionError
-
 
 class Place(NamedTuple):
     """A rank's position in the grid."""
@@ -47,34 +45,15 @@ class Grid:
         return next(Place(replica, group.index(rank)) for replica, group in groups if rank in group)
 
 
-def check_stages(stages: int, size: int) -> None:
-    """Check that the stages divide the ranks.
-
-    Raises:
-        OptionError: they do not.
-    """
-    if size % stages:
-        divisors = [str(count) for count in range(1, size + 1) if size % count == 0]
-        raise OptionError(
-            f"--stages {stages} does not divide the {size} {'rank' if size == 1 else 'ranks'}: each copy of the "
-            f"model takes one rank per stage. Start {max(1, round(size / stages)) * stages} ranks, or give one of "
-            f"these: --stages {', '.join(divisors)}"
-        )
-
-
 def make_grid(nodes: Sequence[str], stages: int) -> Grid:
-    """Lay the grid out so that the stages of a replica are on one node, wherever they fit.
+    """Lay the grid out so that the stages of a replica are on one node, wherever they fit. They divide the ranks.
 
     Stages send each other activations in every micro-batch, replicas exchange gradients once per step. So stage
     groups take the ranks of one node first, and only the remaining ranks form groups across nodes.
 
     Returns:
         The grid; rank 0 is stage 0 of replica 0.
-
-    Raises:
-        OptionError: the stages do not divide the ranks.
     """
-    check_stages(stages, len(nodes))
     groups: list[tuple[int, ...]] = []
     left: list[int] = []
     for node in dict.fromkeys(nodes):

@@ -21,8 +21,7 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.backends.model_sync import synchronize
 from hvd_trainer.config.options import ParallelOptions, TrainOptions
 from hvd_trainer.data import Batch, DataShard, Loader
-from hvd_trainer.errors import OptionError
-from hvd_trainer.optim.loss_module import is_trained, with_loss
+from hvd_trainer.optim.loss_module import with_loss
 from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.optim.weights import LossFunction
 from hvd_trainer.parallel.partition import block_names
@@ -48,9 +47,6 @@ class ModelPlacement:
         seeds_itself: whether each step seeds its own random numbers.
         is_whole: whether this rank has the whole model unsharded.
         is_sharded: whether ranks have different parts of model or optimizer, and save what they have.
-
-    Raises:
-        OptionError: the options do not fit each other, or the ranks.
     """
 
     def __init__(
@@ -62,11 +58,6 @@ class ModelPlacement:
         self._fsdp: FSDPShards | None = None
         self.shard = DataShard(backend.world.rank, backend.world.size)
         self.seeds_itself = options.is_staged or train.reproducible is not None
-        if backend.session.driver is not None and (options.stages > 1 or options.shard != "none"):
-            raise OptionError(
-                "--stages and --shard need the same ranks to the end, and horovodrun's elastic mode changes them. "
-                "Start without --host-discovery-script, or leave them out"
-            )
         self.is_sharded = backend.world.size > 1 and (options.stages > 1 or options.shard != "none")
         if options.shard == "full" and len(backend.replica_group) > 1:
             # Importing DTensor takes half a second, which only this needs.
@@ -80,17 +71,13 @@ class ModelPlacement:
         """The number of blocks in each part of the model; none if it is not cut."""
         return []
 
-    def check_batch(self, batch_size: int) -> None:
-        """Learn the number of samples per batch.
-
-        Raises:
-            OptionError: they are fewer than the micro-batches.
-        """
+    def set_batch_size(self, batch_size: int) -> None:
+        """Learn the number of samples per batch."""
 
     def compile(self, model: nn.Module) -> None:
         """Compile a model in place, if the options ask for it."""
-        if self._train.compile:
-            self._backend.compile(model, self._train.compile_mode, exchange=self._exchange)
+        if self._train.compile != "none":
+            self._backend.compile(model, self._train.compile, exchange=self._exchange)
 
     def prepare(
         self, model: nn.Module, loss: LossFunction, optimizer: Optimizer, inputs: Callable[[], Any]
@@ -100,11 +87,7 @@ class ModelPlacement:
         Args:
             loss: becomes a part of the module, if it has parameters.
             inputs: returns the inputs of one batch, for measurements; a collective.
-
-        Raises:
-            OptionError: a loss with parameters does not go with how the model is shared out.
         """
-        self._refuse_trained_loss(loss)
         to_train = with_loss(self._blocks_of(model), loss)
         if self._fsdp is not None:
             self._fsdp.check(model)
@@ -121,15 +104,6 @@ class ModelPlacement:
         prepared = self._backend.prepare(to_train, optimizer, exchange=self._exchange)
         self._shard_optimizer(optimizer)
         return prepared
-
-    def _refuse_trained_loss(self, loss: LossFunction) -> None:
-        """Raise OptionError if a loss has parameters, and the model is shared out so that it has no place."""
-        if is_trained(loss) and (self._fsdp is not None or self._options.is_staged):
-            why = "--shard full" if self._fsdp is not None else self._options.cut_by
-            raise OptionError(
-                f"The loss ({type(loss).__name__}) has parameters, which {why} has no place for: leave it out, or "
-                "make the loss a part of the model"
-            )
 
     def follow_changes(self, step: TrainStep, model: nn.Module) -> None:
         """Exchange from now on what the model has and trains after a callback has changed it. A collective then.

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hvd_trainer.errors import OptionError
-
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 CLASSES: dict[str, str] = {
     "gpipe": "ScheduleGPipe",
@@ -37,24 +35,3 @@ def bubble(schedule: Schedule, stages: int, chunks: int, parts: int = 1) -> floa
     if schedule == "zero-bubble":
         return gaps / (3 * parts * chunks + gaps)
     return gaps / (parts * chunks + gaps)
-
-
-def check_chunks(schedule: Schedule, stages: int, chunks: int) -> None:
-    """Refuse a number of micro-batches that the schedule does not support.
-
-    Raises:
-        OptionError: it does not.
-    """
-    if schedule == "1f1b" and chunks < stages:
-        raise OptionError(
-            f"--schedule 1f1b keeps {stages} stages busy only with as many chunks, and here are {chunks}. Type "
-            f"--chunks {stages}, or --schedule gpipe, which takes any number"
-        )
-    if schedule in ("interleaved", "zero-bubble"):
-        rounds = max(1, chunks // stages)
-        if chunks % rounds:
-            near = max(1, round(chunks / stages)) * stages
-            raise OptionError(
-                f"--schedule {schedule} works in {rounds} rounds of equally many chunks with {stages} stages, and "
-                f"--chunks {chunks} does not divide. Type --chunks {near}"
-            )

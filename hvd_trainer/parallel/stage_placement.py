@@ -25,7 +25,7 @@ from hvd_trainer.parallel.microbatch import slice_samples
 from hvd_trainer.parallel.partition import MB, Partition, block_names, make_partitions
 from hvd_trainer.parallel.pipeline import Runner, SingleStage, StagePipeline, StageStep
 from hvd_trainer.parallel.placement import ModelPlacement, drop_other_state
-from hvd_trainer.parallel.schedule import bubble, check_chunks
+from hvd_trainer.parallel.schedule import bubble
 from hvd_trainer.parallel.stage_module import StageModule
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.optimizer_state import load_in_place
@@ -47,36 +47,29 @@ class StagePlacement(ModelPlacement):
         self._chunk_size = 0
         self.parts: list[Partition] = []
         self._mine: dict[int, StageModule] = {}
-        check_chunks(options.schedule, options.stages, options.num_chunks)
-        self._num_parts = options.num_devices if options.stages == 1 else options.stages * options.parts_of_each
+        self._num_parts = (
+            options.devices_per_rank if options.stages == 1 else options.stages * options.parts_of_each
+        )
         self._group: dist.ProcessGroup | None = None
         self._pipeline: Runner | None = None
         if options.stages > 1:
-            refuse_stages_on_gloo(backend, options.stages)
             self._group = backend.group_of(self.grid.stage_groups)
 
     @property
     def cut(self) -> list[int]:
         return [len(part.names) for part in self.parts]
 
-    def check_batch(self, batch_size: int) -> None:
-        chunks = self._options.num_chunks
-        if chunks > batch_size:
-            raise OptionError(
-                f"--chunks {chunks} cuts a batch of {batch_size} into less than one sample. Type --chunks "
-                f"{batch_size} or less, or a larger --batch-size"
-            )
-        self._chunk_size = -(-batch_size // chunks)
+    def set_batch_size(self, batch_size: int) -> None:
+        self._chunk_size = -(-batch_size // self._options.num_chunks)
 
     def prepare(
         self, model: nn.Module, loss: LossFunction, optimizer: Optimizer, inputs: Callable[[], Any]
     ) -> tuple[nn.Module, Optimizer]:
-        self._refuse_trained_loss(loss)
         # Blocks of other stages keep names and shapes, but no tensors.
         options, backend = self._options, self._backend
         why = f"--stages {options.stages}" if options.stages > 1 else f"--chunks {options.num_chunks}"
-        if options.num_devices > 1:
-            why = f"--devices-per-rank {options.num_devices}"
+        if options.devices_per_rank > 1:
+            why = f"--devices-per-rank {options.devices_per_rank}"
         names = block_names(model, why)
         timed = options.balance == "time" and self._num_parts > 1
         times = self._block_times(model, inputs) if timed else None
@@ -159,7 +152,7 @@ class StagePlacement(ModelPlacement):
             return StagePipeline(
                 self._mine, len(self.parts), options.num_chunks, options.schedule, self._group, self._backend
             )
-        if options.num_devices > 1:
+        if options.devices_per_rank > 1:
             return DevicePipeline(list(self._mine.values()), self._backend.session.devices)
         return SingleStage(self._mine[0])
 
@@ -177,13 +170,13 @@ class StagePlacement(ModelPlacement):
         chunks, stages = options.num_chunks, options.stages
         idle = bubble(options.schedule, stages, chunks, options.parts_of_each)
         if stages == 1:
-            idle = bubble("gpipe", options.num_devices, chunks)
+            idle = bubble("gpipe", options.devices_per_rank, chunks)
         copies = f"{grid.num_replicas} {'copy' if grid.num_replicas == 1 else 'copies'}"
         cut_up = f"{chunks} {'chunk' if chunks == 1 else 'chunks'} of {self._chunk_size}"
         lines = super().lines() | {"stages": f"{stages} x {copies} of the model, batches in {cut_up}"}
         if len(self.parts) == 1:
             return lines
-        how = options.schedule if stages > 1 else f"{options.num_devices} devices each"
+        how = options.schedule if stages > 1 else f"{options.devices_per_rank} devices each"
         lines["stages"] += f", {how}: {idle:.1%} of a step is waiting, if all parts take equally long"
         for number, part in enumerate(self.parts):
             names = part.names[0] if len(part.names) == 1 else f"{part.names[0]} to {part.names[-1]}"
@@ -203,21 +196,6 @@ def make_placement(
 ) -> ModelPlacement:
     """Return how this job's ranks share model and data; arguments and errors as of `ModelPlacement`."""
     return (StagePlacement if options.is_staged else ModelPlacement)(backend, options, train, exchange=exchange)
-
-
-def refuse_stages_on_gloo(backend: Backend, stages: int) -> None:
-    """Refuse stages that would send an accelerator's tensors by Gloo, which takes them for the host's.
-
-    Raises:
-        OptionError: they would.
-    """
-    if not accelerator.is_host(backend.device) and not backend.uses_nccl:
-        library = accelerator.collectives(backend.device)
-        raise OptionError(
-            f"--stages {stages} sends tensors of {backend.device} to other ranks, and Gloo sends the host's. "
-            f"Leave out --transport gloo, so that {library} sends them between ranks with a GPU each, or train on "
-            f"CPUs with --device cpu"
-        )
 
 
 def refuse_batch_norm(model: nn.Module, chunks: int) -> None:

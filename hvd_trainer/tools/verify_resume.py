@@ -20,10 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from annotated_types import Ge
-
+from hvd_trainer.config.checks import Count
 from hvd_trainer.errors import LaunchError, OptionError
 from hvd_trainer.measure.command import read_command
 from hvd_trainer.measure.failure_reason import why_no_step
@@ -60,11 +59,11 @@ class Options:
     Exit codes: 0 nothing was lost, 1 something was, 2 a mistake, or a run failed.
     """
 
-    kills: Annotated[int, Ge(1)] = 12
+    kills: Count = 12
     """how many"""
     backend: Literal["horovod", "ddp"] = "horovod"
     """the engine"""
-    np: Annotated[int, Ge(1)] = 3
+    np: Count = 3
     """ranks, as many as the job has; two cannot show the order of sums"""
     seed: int = 0
     """of moments and victims"""

@@ -163,7 +163,7 @@ class TrainingLoop:
     def _limit_steps(self) -> None:
         """Tell the monitor of the ranks how long each further step may take."""
         activity, options = self._run.backend.activity, self._run.options
-        if not options.train.compile:  # or any step may compile again
+        if options.train.compile == "none":  # or any step may compile again
             activity.long_limit_s = options.engine.startup_timeout_s
             activity.step_limit_s = options.engine.timeout_s
 

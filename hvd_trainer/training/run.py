@@ -24,10 +24,10 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.checkpoint.manager import CheckpointManager, InMemorySnapshot
 from hvd_trainer.checkpoint.train_state import Stateful, TrainState
 from hvd_trainer.config.batch_plan import BatchPlan
+from hvd_trainer.config.checks import refuse
+from hvd_trainer.config.figures import StopCondition
 from hvd_trainer.config.options import TrainerOptions
-from hvd_trainer.config.stop_condition import StopCondition
 from hvd_trainer.data import Loader, LoaderPlan, make_loader
-from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import observer
 from hvd_trainer.observe.callback import Callback, Observer, RunView
@@ -44,7 +44,7 @@ from hvd_trainer.optim.reproducible import ReproducibleStep
 from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.stage_placement import make_placement
-from hvd_trainer.utils import accelerator
+from hvd_trainer.training.fit_rules import fit_mistakes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +96,14 @@ class TrainingRun(RunView):
         self.leave_out: Collection[str] = () if message is None else message.leave_out
         self.stop_condition = StopCondition.parse(options.train.until)
         splits = ("train",) if inputs.val_data is None else ("train", "val")
-        self.stop_condition.check([f"{split}_{name}" for split in splits for name in ("loss", *inputs.metrics)])
+        figures = [f"{split}_{name}" for split in splits for name in ("loss", *inputs.metrics)]
+        refuse(fit_mistakes(options, backend, inputs.optimizer, inputs.loss, figures))
         with ExitStack() as resources:  # closes what is open if a later part cannot be built
             exchange = "exchange" not in self.leave_out
             self.placement = make_placement(backend, options.parallel, options.train, exchange=exchange)
             resources.callback(self.placement.close)
             self.plan = BatchPlan.of(options.train, self.placement.shard.size * backend.num_replicas)
-            self.placement.check_batch(self.plan.batch_size)
+            self.placement.set_batch_size(self.plan.batch_size)
             self.progress = Progress()
             self.peak_memory = PeakMemory(backend)
             self.log = RunLog(backend, options.log.log_dir, quiet=options.log.quiet)
@@ -150,10 +151,6 @@ class TrainingRun(RunView):
     def _make_step(self, inputs: FitInputs) -> TrainStep:
         """Connect the model to the engine, and return the step that trains it. A collective."""
         train, backend, model = self.options.train, self.backend, self.model
-        if train.tf32 and accelerator.is_host(backend.device):
-            raise OptionError(
-                f"--tf32 is for GPUs, and this rank trains on {accelerator.name(backend.device)}: leave it out"
-            )
         if train.channels_last:
             model.to(memory_format=torch.channels_last)
         self.placement.compile(model)

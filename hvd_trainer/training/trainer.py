@@ -12,7 +12,7 @@ import gc
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,21 +22,22 @@ from torch.optim import Optimizer
 
 from hvd_trainer import backends
 from hvd_trainer.checkpoint.manager import InMemorySnapshot
+from hvd_trainer.config.launch_rules import Launch
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.parser import flatten
 from hvd_trainer.config.rules import check
-from hvd_trainer.errors import OptionError
-from hvd_trainer.launch.world import World
+from hvd_trainer.launch.slurm import slurm_job
+from hvd_trainer.launch.world import World, detect, is_elastic
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import as_asked
 from hvd_trainer.observe.callback import Callback
-from hvd_trainer.observe.log_handler import in_notebook, install_handler
+from hvd_trainer.observe.log_handler import install_handler
 from hvd_trainer.observe.metrics import Metric
 from hvd_trainer.observe.summary import facts, startup_summary
 from hvd_trainer.optim.learning_rate import Scheduler
 from hvd_trainer.optim.reproducible import set_cublas_workspace
 from hvd_trainer.optim.weights import LossFunction, WeightFunction
-from hvd_trainer.parallel.grid import check_stages, make_grid
+from hvd_trainer.parallel.grid import make_grid
 from hvd_trainer.training.loop import TrainingLoop, freeze_objects
 from hvd_trainer.training.run import FitInputs, TrainingRun
 
@@ -72,7 +73,8 @@ class Trainer:
     Args:
         options: all options.
         ddp_kwargs: further arguments of `DistributedDataParallel`, such as `{"static_graph": True}`, where it
-            exchanges the gradients: on --backend ddp, without --stages, --shard full and --reproducible.
+            exchanges the gradients: on --backend ddp, without --stages, --shard full and --reproducible. Elsewhere
+            a line says that they are left out.
 
     Attributes:
         options: all options.
@@ -87,22 +89,19 @@ class Trainer:
     ) -> None:
         self.options = as_asked(options or TrainerOptions(), os.environ)
         self._message = Message.read(os.environ)
-        check(self.options)
+        check(self.options, _launch(os.environ))
         if self.options.train.reproducible is not None:
             set_cublas_workspace()
         parallel = self.options.parallel
         self.backend = backends.create(
             self.options.engine,
             grouping=self._replica_grouping(),
-            devices=parallel.devices or parallel.devices_per_rank,
+            devices=parallel.devices_per_rank,
             ddp_kwargs=ddp_kwargs,
         )
-        check_stages(parallel.stages, self.world.size)
-        if self.options.save.requeue and self.backend.session.slurm_job.job_id is None:
-            raise OptionError(
-                "--requeue is for jobs in a Slurm queue, and SLURM_JOB_ID is not set: leave it out, or submit the "
-                "job by sbatch"
-            )
+        in_parts = parallel.is_staged or parallel.shard == "full" or self.options.train.reproducible is not None
+        has_use = self.backend.takes_ddp_kwargs and not in_parts
+        self._unused_kwargs = [] if has_use else sorted(ddp_kwargs or ())
 
     def _replica_grouping(self) -> backends.ReplicaGrouping | None:
         """Return a function that lists the ranks of each stage; None where every rank has the whole model."""
@@ -121,9 +120,11 @@ class Trainer:
 
     def __enter__(self) -> Trainer:
         freeze_objects(self.world)
-        if in_notebook():
-            install_handler()
+        install_handler()
         self.backend.__enter__()
+        if self._unused_kwargs:
+            names = ", ".join(self._unused_kwargs)
+            self.say(f"left out {names} of ddp_kwargs: here DistributedDataParallel exchanges no gradients")
         # Models that are built inside start equal on all ranks, before rank 0's weights are sent to the others.
         torch.manual_seed(self.options.train.seed)
         return self
@@ -207,8 +208,7 @@ class Trainer:
         with TrainingRun(inputs, self.options, self.backend, message=self._message, snapshot=snapshot) as run:
             run.say(startup_summary(run, run.placement.lines()))
             run.restore()
-            run.log.write_config(flatten(self.options))
-            run.log.write_facts(facts(run))
+            run.log.describe(flatten(self.options), facts(run))
             # The epochs after the restored one are trained again.
             history.epochs = [record for record in history.epochs if record["epoch"] <= run.progress.epoch]
             TrainingLoop(run, history.epochs).train()
@@ -217,3 +217,12 @@ class Trainer:
         """Print a line once for the whole job, unless it is None or the job is quiet."""
         if text is not None and self.world.is_first and not self.options.log.quiet:
             logger.info(text)
+
+
+def _launch(environ: MutableMapping[str, str]) -> Launch:
+    """Return what is known of this job before its ranks meet."""
+    return Launch(
+        num_ranks=detect(environ).size,
+        is_elastic=is_elastic(environ),
+        is_queued=slurm_job(environ).job_id is not None,
+    )

@@ -33,13 +33,6 @@ def unsupported() -> str | None:
     return None if device is None or device.type in COLLECTIVES else device.type
 
 
-def built_for() -> str:
-    """Return which accelerators this PyTorch was built for, such as `CUDA 13.2`."""
-    version = torch.version
-    versions = {"CUDA": version.cuda, "ROCm": version.hip, "XPU": getattr(version, "xpu", None)}
-    return ", ".join(f"{name} {number}" for name, number in versions.items() if number) or "CUDA none"
-
-
 def count(type_: str | None) -> int:
     """Return how many devices of a type this process sees; 0 for None."""
     return 0 if type_ is None else torch.accelerator.device_count()

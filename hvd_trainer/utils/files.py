@@ -85,6 +85,16 @@ def atomic_write(file: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def write_atomically(file: Path, text: str) -> None:
+    """Write a text file whole, or leave what was there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with atomic_write(file) as temporary:
+        temporary.write_text(text)
+
+
 def default_data_dir() -> Path:
     """Return the folder for data sets and their tokens: $XDG_CACHE_HOME (else ~/.cache) /hvd_trainer/data."""
     return _cache_folder() / "data"

@@ -156,7 +156,9 @@ LISTENING = """
 import psutil
 from torch import nn, optim
 
-from hvd_trainer import Callback, ImageOptions, Trainer, TrainerOptions, load_images, run_job
+from hvd_trainer import Callback, Trainer, TrainerOptions, run_job
+from hvd_trainer.jobs.images import load_images
+from hvd_trainer.jobs.options import ImageOptions
 
 
 class Listening(Callback):

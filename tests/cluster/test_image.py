@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import json
 import os
 import re
 import shutil
@@ -103,14 +102,6 @@ def test_gpu_image_has_no_horovod_for_cpus(tmp_path: Path) -> None:
     assert built_for(tmp_path, "auto", has_nvcc=False) == "none"
     assert built_for(tmp_path, "auto", has_nvcc=True) == "nccl"
     assert built_for(tmp_path, "none", has_nvcc=True) == "none"
-
-
-def test_health_check_opens_no_gpu() -> None:
-    (command,) = re.findall(
-        r"^HEALTHCHECK (?:.*\\\n)*\s*CMD (.*)$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE
-    )
-    words = json.loads(command)
-    assert words.index("CUDA_VISIBLE_DEVICES=") < words.index("doctor")
 
 
 def hvd_ssh(home: Path, *words: str, check: bool = True, port: int = 0) -> subprocess.CompletedProcess[str]:
@@ -341,9 +332,9 @@ def test_image_has_no_root_user_and_no_compiler(image: Image) -> None:
 
 
 @pytest.mark.image
-def test_image_is_healthy_and_labelled(image: Image) -> None:
+def test_image_passes_doctor_and_is_labelled(image: Image) -> None:
     inspected = image.buildah("inspect", "--type", "image", IMAGE)
-    for word in ("org.opencontainers.image.revision", "tested", '"hvd-mnist"', '"doctor"'):
+    for word in ("org.opencontainers.image.revision", "tested", '"hvd-mnist"'):
         assert word in inspected
     # Its first start reads PyTorch from a cold disk, which may take longer than the usual limit of a check.
     said = image.run("python", "-m", "hvd_trainer", "doctor", "--timeout-s", "60")

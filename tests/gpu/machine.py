@@ -57,7 +57,7 @@ def facts() -> dict[str, str]:
         "device": f"{COUNT} x {KIND}",
         SMI: gpus_and_driver(),
         "links": output_of(SMI, "topo", "-m"),
-        "built for": accelerator.built_for(),
+        "built for": torch.__version__,
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if ON_CUDA else "-",
         "nvcc": output_of("nvcc", "--version").rpartition("\n")[2],
         "commit": output_of("git", "rev-parse", "--short", "HEAD"),

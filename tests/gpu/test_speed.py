@@ -15,10 +15,10 @@ from gpu.machine import ON_CUDA, InRanks, Record, cuda_only
 pytestmark = pytest.mark.gpu
 WAYS = (
     *((engine, model, "") for engine in ("single", *ENGINES) for model in ("quick", "mlp")),
-    ("single", "quick", "--compile --compile-mode reduce-overhead"),
+    ("single", "quick", "--compile reduce-overhead"),
     ("single", "resnet", "--precision bf16"),
     ("single", "resnet", "--precision bf16 --channels-last"),
-    ("single", "resnet", "--precision bf16 --channels-last --compile"),
+    ("single", "resnet", "--precision bf16 --channels-last --compile default"),
 )
 
 

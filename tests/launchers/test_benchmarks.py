@@ -88,18 +88,18 @@ def test_to_target_runs_over_seeds(tmp_path: Path) -> None:
         1,
         [
             *("-m", "benchmarks.to_target", "--data-dir", str(tmp_path), "--seeds", "1"),
-            *("--until", "val_accuracy=0.9", "--", *options),
+            *("--until", "val_accuracy>=0.9", "--", *options),
         ],
     )
     assert "| seconds after the first step |" in result.stdout
-    assert "1 of 1 seeds reached val_accuracy=0.9." in result.stdout
+    assert "1 of 1 seeds reached val_accuracy>=0.9." in result.stdout
 
 
 def test_to_target_counts_missed_targets() -> None:
     reached = Outcome(1.0, 0.5, 2, 100, 0.991, True)
-    said = report("val_accuracy=0.99", [reached, reached._replace(seconds=2.0, figure=0.981, reached=False)])
+    said = report("val_accuracy>=0.99", [reached, reached._replace(seconds=2.0, figure=0.981, reached=False)])
     assert "| seconds after the first step | 1.5 | 1.5 | 1 | 2 | 0.5 |" in said
-    assert said.endswith("1 of 2 seeds reached val_accuracy=0.99.")
+    assert said.endswith("1 of 2 seeds reached val_accuracy>=0.99.")
 
 
 def test_files_are_made_and_read_in_both_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_documented_command_without_a_gpu_says_so(command: str, tmp_path: Path) 
 def test_rows_are_options_that_there_are() -> None:
     rows = [ways_to_train.TWO_RANKS, ways_to_train.ONE_RANK, ways_to_train.NO_WAITS]
     for text in [*(text for row in rows for text in row.values()), ways_to_train.ANY_NUMBER_OF_RANKS]:
-        parse(MnistOptions, f"{ways_to_train.DIGITS} {text}".format(device="cuda").split())
+        parse(MnistOptions, f"{ways_to_train.DIGITS} {text}".split())
     for engine, text in ways_to_train.TWO_RANKS_OF_TEXTS:
         parse(ImdbOptions, f"{ways_to_train.TEXTS} --backend {engine} {text}".split())
 

@@ -212,7 +212,7 @@ OF_OTHERS = {
     "pytest": {"--cold"},
     "a script of the reader": {"--snapshot"},
     "docker": {
-        *("--build-arg", "--detach", "--device", "--ipc", "--no-healthcheck", "--profile"),
+        *("--build-arg", "--detach", "--device", "--ipc", "--profile"),
         *("--shm-size", "--time", "--ulimit", "--user"),
     },
 }

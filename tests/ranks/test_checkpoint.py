@@ -26,6 +26,7 @@ from torch import nn
 from hvd_trainer import TensorData, cli
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.checkpoint.storage import Manifest
+from hvd_trainer.config.figures import BestFigure
 from hvd_trainer.errors import CheckpointError
 from hvd_trainer.observe.run_log import _drop_later
 
@@ -68,7 +69,17 @@ def test_newest_checkpoint_is_the_one_saved_last(tmp_path: Path) -> None:
     assert names(tmp_path) == ["mine", "step-000000200"]
 
 
-@pytest.mark.parametrize(("figure", "best"), [("val_loss", 2), ("val_accuracy", 3), ("other", None), (None, None)])
+@pytest.mark.parametrize(
+    ("figure", "best"),
+    [
+        ("min:val_loss", 2),
+        ("max:val_accuracy", 3),
+        ("max:val_loss", 5),
+        ("min:val_accuracy", 1),
+        ("min:other", None),
+        (None, None),
+    ],
+)
 def test_prune_keeps_the_best(figure: str | None, best: int | None, tmp_path: Path) -> None:
     for step, loss, accuracy in (
         (1, 0.5, 0.1),
@@ -79,7 +90,7 @@ def test_prune_keeps_the_best(figure: str | None, best: int | None, tmp_path: Pa
     ):
         save(tmp_path, step, val_loss=loss, val_accuracy=accuracy)
     (tmp_path / ".step-000000009.77").mkdir()  # a save that was killed
-    storage.prune(tmp_path, keep=1, best=figure)
+    storage.prune(tmp_path, keep=1, best=None if figure is None else BestFigure.parse(figure))
     steps = sorted({5} | ({best} if best else set()))
     assert names(tmp_path) == [f"step-{step:09d}" for step in steps]
 

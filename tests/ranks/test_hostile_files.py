@@ -292,11 +292,7 @@ def test_endless_yaml_is_refused(tmp_path: Path) -> None:
     "name",
     [
         ".lock",
-        ".job",
         "metrics.jsonl",
-        "config.yaml",
-        "run.json",
-        "tokenizer.json",
         "failures/rank-0.json",
         "profile",
         "profile/rank-0.json",
@@ -312,6 +308,18 @@ def test_log_folder_with_links_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=rf"--log-dir .* cannot be written to: .*{name} is a link"):
         fit(log, epochs=1, resume="auto")
     assert mine.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", [".job", "config.yaml", "run.json"])
+def test_links_in_place_of_files_that_are_replaced_are_not_followed(name: str, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    log = tmp_path / "log"
+    log.mkdir()
+    (log / name).symlink_to(mine)
+    fit(log, epochs=1)
+    assert mine.read_text() == "precious"
+    assert not (log / name).is_symlink()
 
 
 @pytest.mark.timeout(60)

@@ -86,7 +86,7 @@ def test_run_reports_its_data_and_keeps_options_and_tokenizer(trained: tuple[Pat
     assert parse(ImdbOptions, ["--config", str(folder / "config.yaml")]).network.layers == 2
     from tokenizers import Tokenizer
 
-    assert Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size() <= 300
+    assert Tokenizer.from_file(str(folder / "model.tokenizer.json")).get_vocab_size() <= 300
 
 
 @requires("horovod")

@@ -55,7 +55,7 @@ def test_lines_go_to_the_programs_handlers(tmp_path: Path) -> None:
 
 def test_lines_can_be_silenced_but_not_errors(tmp_path: Path) -> None:
     assert "epoch 1/1" not in run(tmp_path, "silent").stdout
-    assert "error: --epochs must be 1 or more" in run(tmp_path, "silent", "--epochs", "0").stderr
+    assert "error: --epochs must be a whole number, 1 or more" in run(tmp_path, "silent", "--epochs", "0").stderr
 
 
 def test_lines_that_nobody_reads_leave_no_traceback(
@@ -101,3 +101,27 @@ def test_import_configures_no_logging() -> None:
     code = "import logging, hvd_trainer.training.job; print(logging.getLogger('hvd_trainer').handlers)"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
     assert asked.stdout == "[]\n"
+
+
+SCRIPT = """
+import logging, sys
+import torch
+from hvd_trainer import EngineOptions, TensorData, Trainer, TrainerOptions
+
+if "own" in sys.argv:
+    logging.basicConfig()
+data = TensorData(torch.randn(64, 4), torch.zeros(64, dtype=torch.long))
+model = torch.nn.Linear(4, 2)
+with Trainer(TrainerOptions(EngineOptions(backend="single")), ddp_kwargs={"static_graph": True}) as trainer:
+    trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.cross_entropy, data)
+"""
+
+
+def test_trainer_of_a_plain_script_prints_its_lines(tmp_path: Path) -> None:
+    """The package's own example printed nothing outside of a notebook and of `run_job`."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    said = launch("python", 1, [str(tmp_path / "script.py")], cwd=tmp_path).stdout
+    assert "epoch 3/3" in said
+    assert "left out static_graph of ddp_kwargs: here DistributedDataParallel exchanges no gradients" in said
+    own = launch("python", 1, [str(tmp_path / "script.py"), "own"], cwd=tmp_path)
+    assert "epoch" not in own.stdout + own.stderr, "the program has set up logging, for warnings"

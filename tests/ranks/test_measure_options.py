@@ -49,28 +49,28 @@ def test_max_steps_ends_a_run_that_resumes_exactly(tmp_path: Path, backend: str)
 def test_until_ends_a_run_at_its_target(tmp_path: Path) -> None:
     """The same command then has nothing left to do; one with a higher target trains on."""
     options = ("--epochs", "30", "--resume", "auto", "--until")
-    said = train(tmp_path, *options, "val_accuracy=0.8", backend="horovod")
-    assert "until    val_accuracy=0.8: reached, with 0.8" in said
+    said = train(tmp_path, *options, "val_accuracy>=0.8", backend="horovod")
+    assert "until    val_accuracy>=0.8: reached, with 0.8" in said
     found = [line["val_accuracy"] for line in records(tmp_path) if line["event"] == "epoch"]
     assert [accuracy >= 0.8 for accuracy in found] == [False] * (len(found) - 1) + [True]
-    assert "done: nothing left to train" in train(tmp_path, *options, "val_accuracy=0.8")
-    more = train(tmp_path, *options, "val_loss=0", "--epochs", str(len(found) + 1))
-    assert re.search(r"until    val_loss=0: not reached, with 0\.\d+$", more, re.MULTILINE)
+    assert "done: nothing left to train" in train(tmp_path, *options, "val_accuracy>=0.8")
+    more = train(tmp_path, *options, "val_loss<=0", "--epochs", str(len(found) + 1))
+    assert re.search(r"until    val_loss<=0: not reached, with 0\.\d+$", more, re.MULTILINE)
     assert [line["epoch"] for line in records(tmp_path) if line["event"] == "epoch"][-1] == len(found) + 1
 
 
 def test_until_reports_the_figure_of_an_unfinished_epoch(tmp_path: Path) -> None:
-    said = train(tmp_path, "--max-steps", "4", "--until", "val_accuracy=0.999")
-    assert re.search(r"until    val_accuracy=0.999: not reached, with 0\.\d+$", said, re.MULTILINE)
+    said = train(tmp_path, "--max-steps", "4", "--until", "val_accuracy>=0.999")
+    assert re.search(r"until    val_accuracy>=0.999: not reached, with 0\.\d+$", said, re.MULTILINE)
 
 
-def test_until_refuses_an_unknown_figure(tmp_path: Path) -> None:
-    result = launch(
-        QUICKEST, 2, ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--until", "accuracy=0.9"], check=False
-    )
+def test_unknown_figures_are_refused(tmp_path: Path) -> None:
+    wrong = ("--until", "accuracy>=0.9", "--keep-best", "min:val_mae", "--log-dir", str(tmp_path))
+    result = launch(QUICKEST, 2, ["-m", "hvd_trainer.mnist", "--dataset", "digits", *wrong], check=False)
     assert result.returncode == 2
-    known = "val_accuracy, val_loss, train_accuracy, train_loss"
-    assert f"--until accuracy=0.9: this job has no accuracy, but {known}" in result.stderr
+    known = "train_accuracy, train_loss, val_accuracy, val_loss"
+    assert f"--until 'accuracy>=0.9': this job has no accuracy, but {known}" in result.stderr
+    assert f"--keep-best min:val_mae: this job has no val_mae, but {known}" in result.stderr
 
 
 def measured(log: Path, words: Sequence[str], *, ranks: int = 2, backend: str = "ddp", **message: Any) -> str:

@@ -169,7 +169,7 @@ def cut_on_the_host(parallel: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         both = whole.state_dict(), optimizer.state_dict()["state"]
         weights, state = backend.collectives.broadcast_object(both)
         placement = make_placement(backend, options.parallel, options.train)
-        placement.check_batch(16)
+        placement.set_batch_size(16)
         held = _watched_cuts(whole)
         placement.prepare(whole, optimizer, lambda: None)
         mine = {name: value for name, value in whole.state_dict().items() if not value.is_meta}
@@ -242,7 +242,7 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 DEVICES: dict[str, dict[str, Any]] = {
     "2 devices": {"parallel": {**CUT, "devices_per_rank": 2}},
-    "3 devices": {"parallel": {**CUT, "devices": ("cpu", "cpu", "cpu"), "balance": "time"}},
+    "3 devices": {"parallel": {**CUT, "devices_per_rank": 3, "balance": "time"}},
     "fp16 on 2 devices": {"parallel": {**CUT, "devices_per_rank": 2}, "precision": "fp16"},
 }
 SLICED: dict[str, dict[str, Any]] = {

@@ -148,7 +148,7 @@ def many(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
         "all skipped": refused(backend, loss=BadLoss(0, set(range(100))), non_finite="skip"),
     }
     if backend == "horovod":  # whose hooks are ours; compiling takes each rank 11 s
-        found["compiled"] = train(backend, compile=True, epochs=1)
+        found["compiled"] = train(backend, compile="default", epochs=1)
     return found["plain"]["rank"], found
 
 
@@ -499,12 +499,9 @@ def test_garbage_collections_leave_out_modules_while_ranks_train() -> None:
     assert count_frozen("single")[1] == (0, 0), "a notebook's next model may need the memory of the last one"
 
 
-def test_quiet_prints_nothing_and_verbose_more() -> None:
+def test_quiet_prints_nothing() -> None:
     quiet = launch("python", 1, [*JOB, "--backend", "single", "--epochs", "1", "--quiet"])
     assert (quiet.stdout, quiet.stderr) == ("", "")
-    verbose = launch("python", 1, [*JOB, "--backend", "single", "--epochs", "1", "--verbose"])
-    assert "hosts    0: " in verbose.stdout
-    assert "1 rank on 1 node" in verbose.stdout
 
 
 def on_a_terminal(command: list[str], limit_s: float = 90) -> str:

@@ -16,8 +16,7 @@ ANY_NUMBER_OF_RANKS = "--dataset digits --reproducible 4 --batch-size 32 --max-s
 PRECISIONS = ("fp32", "bf16", "fp16")
 ONE_RANK = {
     "loader processes": "--backend ddp --workers 2",
-    "a GPU and the CPU": "--backend single --devices {device}:0 cpu --chunks 2",
-    "CUDA graphs": "--backend single --compile --compile-mode reduce-overhead",
+    "CUDA graphs": "--backend single --compile reduce-overhead",
     "TF32, channels last": "--backend single --tf32 --channels-last",
 }
 
@@ -36,7 +35,7 @@ TWO_RANKS = {
     "loader processes": "--workers 1 --max-steps 3",
     "chunks": "--chunks 2 --batch-size 32",
     "reproducible": "--reproducible 4 --batch-size 8",
-    "compiled": "--compile",
+    "compiled": "--compile default",
 }
 TWO_RANKS_OF_TEXTS = (("horovod", "--stages 2"), ("ddp", "--stages 2"), ("ddp", "--shard full"))
 """Engines, each with further options."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from annotated_types import Ge, Gt
 
+from hvd_trainer.config.checks import Count, NonNegative, NonNegativeInt, Positive
 from hvd_trainer.errors import OptionError
 
 NOT_SEARCHED = ("vary", "baseline", "steps", "threads", "retry_failed")
@@ -35,7 +35,7 @@ class CompareOptions:
     """who takes part: horovod, ddp, single (one process without an engine), and where there are two GPUs or more
     data-parallel (torch.nn.DataParallel)"""
     vary: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="OPTION=V,V,...")] = ()
-    """an option of the job and the values that it takes, such as chunks=1,2,4 or compile=true,false. May be given
+    """an option of the job and the values that it takes, such as chunks=1,2,4 or tf32=true,false. May be given
     again and again: all combinations are run, with a heat map"""
     baseline: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="'ENGINE SCRIPT ...'")
@@ -44,24 +44,24 @@ class CompareOptions:
     ENGINE says what starts it: ddp (torchrun) or horovod (horovodrun). May be given again and again"""
     search: bool = False
     """search the fastest settings of each engine for the job"""
-    rounds: Annotated[int, Ge(0)] = 5
+    rounds: NonNegativeInt = 5
     """how often everything is run; 0: only show what there is. With --search: how often a setting is run at most,
     and how often the result is run to confirm it"""
-    steps: Annotated[int | None, Ge(1)] = None
+    steps: Count | None = None
     """optimizer steps of each run that count, whatever its --epochs; None: as many as the job makes"""
-    warmup_steps: Annotated[int, Ge(0)] = 10
+    warmup_steps: NonNegativeInt = 10
     """optimizer steps at the beginning of each run that do not count"""
-    threads: Annotated[int | None, Ge(1)] = None
+    threads: Count | None = None
     """CPU threads of each rank; None: this machine's cores by the largest number of ranks"""
-    run_s: Annotated[float, Gt(0)] = 4.0
+    run_s: Positive = 4.0
     """with --search: seconds that each run trains, about; starting it takes longer"""
-    least_gain: Annotated[float, Ge(0)] = 0.02
+    least_gain: NonNegative = 0.02
     """with --search: gains below this are not searched for, as a fraction"""
     lossy: bool = False
     """with --search: also try what rounds the gradients: --compression"""
     out: Path = Path("runs/compare")
     """folder for the page, the tables and the runs; the same command again continues with what is there"""
-    timeout_s: Annotated[float, Gt(0)] = 1800.0
+    timeout_s: Positive = 1800.0
     """after so many seconds a run is killed; it is tried again when the same command is typed again"""
     retry_failed: bool = False
     """start again what has failed in this folder, too"""

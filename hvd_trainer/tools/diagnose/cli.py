@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from annotated_types import Ge, Gt
+from msgspec import Meta
 
+from hvd_trainer.config.checks import Count, Positive
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import read_command
 from hvd_trainer.measure.formats import check_installed
@@ -44,13 +45,13 @@ class Options:
     The job stands behind --, as it would stand behind `python`.
     """
 
-    np: Annotated[int, Ge(2)] = 2
+    np: Annotated[int, Meta(ge=2)] = 2
     """ranks"""
     backend: Literal["horovod", "ddp"] = "horovod"
     """the engine"""
-    budget_s: Annotated[float, Gt(0)] = 180.0
+    budget_s: Positive = 180.0
     """seconds that all of it may take"""
-    threads: Annotated[int | None, Ge(1)] = None
+    threads: Count | None = None
     """CPU threads of each rank; None: as the launcher and OMP_NUM_THREADS say"""
     attempt: Annotated[bool, tyro.conf.arg(name="try")] = False
     """run what is advised, too, beside the job as it is; beyond --budget-s"""

@@ -20,9 +20,8 @@ from typing import Annotated, NamedTuple
 
 import psutil
 import tyro
-from annotated_types import Ge, Gt
 
-from hvd_trainer.config.checks import range_errors, refuse
+from hvd_trainer.config.checks import Count, Positive, find_wrong_values, refuse
 from hvd_trainer.errors import OptionError
 from hvd_trainer.horovod_build import facts
 from hvd_trainer.horovod_build.facts import Facts
@@ -42,7 +41,7 @@ class Options:
 
     hosts: Annotated[str | None, tyro.conf.arg(metavar="HOST[:N],...")] = None
     """the hosts of the job, as for horovodrun -H: are they reached by ssh, and have they all that is here?"""
-    ssh_port: Annotated[int | None, Ge(1), tyro.conf.arg(metavar="PORT")] = None
+    ssh_port: Annotated[Count | None, tyro.conf.arg(metavar="PORT")] = None
     """port of ssh on all hosts, as for horovodrun"""
     ssh_identity_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """file with the private key for ssh, as for horovodrun"""
@@ -54,7 +53,7 @@ class Options:
     """also start two ranks on each engine, prove that they can exchange tensors, and time it"""
     json: bool = False
     """print one JSON document instead of lines"""
-    timeout_s: Annotated[float, Gt(0)] = 30.0
+    timeout_s: Positive = 30.0
     """how long all checks together may take, in seconds (--run comes on top)"""
 
     def check(self) -> None:
@@ -63,7 +62,7 @@ class Options:
         Raises:
             OptionError: an option is out of its range.
         """
-        mistakes = list(range_errors(self))
+        mistakes = list(find_wrong_values(self).values())
         if self.ssh_identity_file is not None and not self.ssh_identity_file.expanduser().is_file():
             mistakes.append(f"--ssh-identity-file {self.ssh_identity_file}: there is no such file")
         refuse(mistakes)

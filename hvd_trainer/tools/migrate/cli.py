@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from annotated_types import Ge
 from tyro.conf import Positional, arg
 
-from hvd_trainer.config.checks import range_errors, refuse
+from hvd_trainer.config.checks import Count, find_wrong_values, refuse
 from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.formats import check_installed
@@ -44,9 +43,9 @@ class Options:
     """change files with changes that git does not have, too"""
     prove: bool = False
     """train both, step by step alike, and say by parity whether they are the same"""
-    np: Annotated[int, Ge(1)] = 2
+    np: Count = 2
     """ranks, for --prove"""
-    steps: Annotated[int, Ge(1)] = 20
+    steps: Count = 20
     """optimizer steps, for --prove"""
     out: Path = Path("runs/migrate")
     """folder for what --prove writes"""
@@ -61,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     place = [*argv, "--"].index("--")
     own = ["--np" if word == "-np" else word for word in argv[:place]]
     options = read_words(Options, own, program=f"{COMMAND} migrate")
-    refuse(range_errors(options))
+    refuse(find_wrong_values(options).values())
     scripts = [path for path in options.files if path.suffix == ".py"]
     if not options.files or (options.prove and (options.write or not scripts)):
         raise OptionError(

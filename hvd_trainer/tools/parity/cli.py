@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated
 
-from annotated_types import Ge, Gt
-
+from hvd_trainer.config.checks import Count, NonNegative, Positive
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import read_command
 from hvd_trainer.measure.formats import check_installed
@@ -37,7 +35,7 @@ class ParityOptions:
     tolerance), 1 they are not, 2 a mistake, or a run failed.
     """
 
-    np: Annotated[int, Ge(1)] = 2
+    np: Count = 2
     """ranks, of both engines"""
     backend: str = "horovod,ddp"
     """two or three of: horovod, ddp, single (one process, with the same global batch; not for scripts)"""
@@ -45,15 +43,15 @@ class ParityOptions:
     """a new version of the script, which the second engine runs; the first runs the script as it is"""
     exactly_horovod: bool = True
     """as in `run`, of a script for Horovod: with the traps that change its numbers"""
-    steps: Annotated[int, Ge(1)] = 20
+    steps: Count = 20
     """optimizer steps"""
-    tolerance: Annotated[float | None, Ge(0)] = None
+    tolerance: NonNegative | None = None
     """relative difference that is allowed; None: as much as another order of sums makes, and 0 on CPUs"""
-    threads: Annotated[int | None, Ge(1)] = None
+    threads: Count | None = None
     """CPU threads of each rank; None: this machine's cores by the number of ranks"""
     out: Path = Path("runs/parity")
     """folder for parity.html, .md and .json, and for the traces in its folder parity-runs"""
-    timeout_s: Annotated[float, Gt(0)] = 600.0
+    timeout_s: Positive = 600.0
     """after so many seconds a run is killed"""
 
 

@@ -17,10 +17,9 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from annotated_types import Ge, Gt
-
+from hvd_trainer.config.checks import Count, NonNegative, NonNegativeInt, Positive
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import BackendError, LaunchError
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, wait_for_launcher
@@ -44,28 +43,28 @@ class Options:
     that calls torch.distributed runs on that, or on Horovod. The script stands behind --.
     """
 
-    np: Annotated[int | None, Ge(1)] = None
+    np: Count | None = None
     """ranks to start on this machine; None: one, or those that a launcher has started"""
     backend: Literal["horovod", "ddp"] = "ddp"
     """the engine: Horovod, or native torch.distributed"""
-    timeout_s: Annotated[float | None, Gt(0)] = None
+    timeout_s: Positive | None = None
     """how long a rank may make no progress, in seconds, before the job ends with all ranks' stacks; None: they are
     reported after 600 s, and the job continues"""
-    startup_timeout_s: Annotated[float, Gt(0)] = 300.0
+    startup_timeout_s: Positive = 300.0
     """how long the ranks may take to meet"""
-    threads: Annotated[int | None, Ge(1)] = None
+    threads: Count | None = None
     """CPU threads of each rank (OMP_NUM_THREADS); None: as that and the launcher say"""
-    bucket_mb: Annotated[float | None, Gt(0)] = None
+    bucket_mb: Positive | None = None
     """size of the buckets of DistributedDataParallel, whatever the script says; they are laid out once, so that a
     script that resumes adds gradients up in the same order. None: as the script and PyTorch do"""
     exactly_horovod: bool = False
     """on ddp, too, take the step on gradients of zero that Horovod's broadcast_optimizer_state takes with a new
     optimizer, and let DistributedOptimizer forget the optimizer's state: for Horovod's own numbers"""
-    fusion_threshold_mb: Annotated[float | None, Ge(0)] = None
+    fusion_threshold_mb: NonNegative | None = None
     """as in horovodrun (HOROVOD_FUSION_THRESHOLD): tensors are exchanged together up to this size"""
-    cycle_time_ms: Annotated[float | None, Gt(0)] = None
+    cycle_time_ms: Positive | None = None
     """as in horovodrun (HOROVOD_CYCLE_TIME)"""
-    cache_capacity: Annotated[int | None, Ge(0)] = None
+    cache_capacity: NonNegativeInt | None = None
     """as in horovodrun (HOROVOD_CACHE_CAPACITY); without effect on ddp"""
 
     def variables(self) -> dict[str, str]:

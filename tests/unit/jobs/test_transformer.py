@@ -128,7 +128,7 @@ def test_presets_are_complete_and_of_their_size() -> None:
     for name, count in (("small", 595_586), ("reference", 364_732_418)):
         network = TextModelOptions(preset=name)  # type: ignore[arg-type]
         options = ImdbOptions(network=network).filled()
-        assert not [value for value in (options.network, options.optimizer) if None in vars(value).values()]
+        assert None not in (options.optimizer.lr, *vars(options.network).values())
         with torch.device("meta"):
             assert sum(p.numel() for p in transformer(options.network.sizes).parameters()) == count
 
@@ -139,13 +139,13 @@ def test_all_mistakes_are_reported_at_once() -> None:
     with pytest.raises(OptionError) as caught:
         check(options)
     for words in (
-        "--layers must be 1 or more, not 0",
+        "--layers must be a whole number, 1 or more, or None, not 0",
         "--heads must divide --d-model, and 3 does not divide 64",
-        "--dropout must be less than 1, not 1",
-        "--vocabulary must be 257 or more, not 10",
-        "--lr must be more than 0",
-        "--synthetic-reviews must be 1 or more",
+        "--dropout must be a number, 0 or more, less than 1, or None, not 1.0",
+        "--vocabulary must be a whole number, 257 or more, or None, not 10",
+        "--lr must be a number, more than 0",
+        "--synthetic-reviews must be a whole number, 1 or more",
         "leave out --data-dir",
-        "--epochs must be 1 or more",
+        "--epochs must be a whole number, 1 or more",
     ):
         assert words in str(caught.value)

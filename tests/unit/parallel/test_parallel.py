@@ -23,11 +23,11 @@ from hvd_trainer.observe.progress import Progress
 from hvd_trainer.optim.step import StepParts
 from hvd_trainer.parallel import sharded_optimizer
 from hvd_trainer.parallel.device_pipeline import clock_cycles
-from hvd_trainer.parallel.grid import check_stages, make_grid
+from hvd_trainer.parallel.grid import make_grid
 from hvd_trainer.parallel.microbatch import split_batch
 from hvd_trainer.parallel.partition import balance_weights, block_names, make_partitions, parse_balance
 from hvd_trainer.parallel.pipeline import StageStep
-from hvd_trainer.parallel.schedule import bubble, check_chunks
+from hvd_trainer.parallel.schedule import bubble
 from hvd_trainer.parallel.sharded_optimizer import (
     BUCKET_BYTES,
     MAX_BUCKETS_IN_FLIGHT,
@@ -35,7 +35,6 @@ from hvd_trainer.parallel.sharded_optimizer import (
     assign_owners,
     make_buckets,
 )
-from hvd_trainer.parallel.stage_placement import refuse_stages_on_gloo
 
 
 @pytest.mark.parametrize(
@@ -59,11 +58,6 @@ def test_grid_keeps_replicas_on_a_node(nodes: str, stages: int, rows: str) -> No
         replica, stage = grid.place(rank)
         assert grid.stage_groups[replica][stage] == rank
         assert rank in grid.replica_groups[stage]
-
-
-def test_stages_must_divide_the_ranks() -> None:
-    with pytest.raises(OptionError, match="Start 8 ranks, or give one of these: --stages 1, 2, 3, 6$"):
-        check_stages(4, 6)
 
 
 def every_cut(weights: Sequence[float], parts: int) -> list[tuple[float, float]]:
@@ -127,14 +121,6 @@ def test_bubble_equals_the_published_formulas(schedule: str, parts: int, waits: 
     assert bubble("interleaved", 4, 8, 2) == pytest.approx(3 / 19)
     assert bubble("zero-bubble", 4, 8) == pytest.approx(3 / 27)
     assert bubble("gpipe", 1, 8) == 0
-
-
-def test_check_chunks_refuses_counts_without_an_order() -> None:
-    check_chunks("gpipe", 4, 1)
-    with pytest.raises(OptionError, match="Type --chunks 4, or --schedule gpipe"):
-        check_chunks("1f1b", 4, 2)
-    with pytest.raises(OptionError, match="2 rounds .* --chunks 9 does not divide. Type --chunks 8"):
-        check_chunks("interleaved", 4, 9)
 
 
 def test_split_batch_pads_a_short_batch() -> None:
@@ -251,19 +237,6 @@ def test_gpu_numbers_refuses_too_few_gpus() -> None:
         BackendError, match="need 8 GPUs, and 4 are visible. Type --devices-per-rank 1, or start 2"
     ):
         gpu_numbers(0, 4, 4, 2)
-
-
-@pytest.mark.parametrize(
-    ("device", "uses_nccl", "refused"), [("cpu", False, False), ("cuda:1", True, False), ("cuda:1", False, True)]
-)
-def test_stages_on_gpus_need_nccl(device: str, uses_nccl: bool, refused: bool) -> None:
-    """Gloo would take a GPU's address for one of the host's memory, and the job would crash."""
-    backend: Any = SimpleNamespace(device=torch.device(device), uses_nccl=uses_nccl)
-    if not refused:
-        refuse_stages_on_gloo(backend, 2)
-        return
-    with pytest.raises(OptionError, match=r"--stages 2 sends tensors of cuda:1 .* Leave out --transport gloo"):
-        refuse_stages_on_gloo(backend, 2)
 
 
 def test_total_norm_copies_indices_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import pytest
 from launchers import REPOSITORY
 
 import hvd_trainer
+from hvd_trainer import errors
 from hvd_trainer.launch.launchers import LAUNCHERS
 
 PACKAGE = REPOSITORY / "hvd_trainer"
@@ -322,6 +323,11 @@ def test_public_names_have_docstrings() -> None:
     assert set(dir(hvd_trainer)) == set(hvd_trainer.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = hvd_trainer.nothing
+
+
+def test_errors_that_a_user_may_catch_are_public() -> None:
+    kinds = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert kinds == {name for name in hvd_trainer.__all__ if name.endswith("Error")}
 
 
 def test_public_names_are_equal_for_type_checkers() -> None:

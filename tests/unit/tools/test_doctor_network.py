@@ -87,9 +87,9 @@ def test_malformed_hosts_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--hosts a,b --ssh-port 0", "--ssh-port must be 1 or more"),
+        ("--hosts a,b --ssh-port 0", "--ssh-port must be a whole number, 1 or more"),
         ("--ssh-identity-file /nonesuch", "there is no such file"),
-        ("--timeout-s 0", "--timeout-s must be more than 0"),
+        ("--timeout-s 0", "--timeout-s must be a number, more than 0"),
     ],
 )
 def test_invalid_options_are_refused(options: str, words: str) -> None:

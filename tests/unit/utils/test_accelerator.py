@@ -136,12 +136,6 @@ def test_device_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         choose_devices(World(), "cuda")
 
 
-def test_devices_are_chosen_by_name(driver: Driver) -> None:
-    assert choose_devices(World(), devices=["cuda:1", "cpu"]) == [torch.device("cuda", 1), torch.device("cpu")]
-    with pytest.raises(BackendError, match=r"--devices cuda:2: .* There are: cpu, cuda:0, cuda:1$"):
-        choose_devices(World(), devices=["cuda:2"])
-
-
 def test_unsupported_accelerator_is_named_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, Driver("mps"))
     assert accelerator.kind() is None

@@ -1,0 +1,73 @@
+"""Which options do not go with a training's device, optimizer and metrics: what is known once ranks have met."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator
+
+from torch.optim import Optimizer
+
+from hvd_trainer.backends import Backend
+from hvd_trainer.config.figures import BestFigure, StopCondition
+from hvd_trainer.config.options import SaveOptions, TrainerOptions
+from hvd_trainer.optim.loss_module import is_trained
+from hvd_trainer.optim.weights import LossFunction
+from hvd_trainer.utils import accelerator
+
+
+def fit_mistakes(
+    options: TrainerOptions,
+    backend: Backend,
+    optimizer: Optimizer,
+    loss: LossFunction,
+    figures: Collection[str],
+) -> Iterator[str]:
+    """Yield a message for each option, or argument of `fit`, that does not go with the rest.
+
+    Args:
+        figures: those that epochs' records will have.
+    """
+    yield from _device_mistakes(options, backend)
+    if _needs_closure(optimizer):
+        yield (
+            f"{type(optimizer).__name__} computes the loss several times in a step, by a closure, and a Trainer "
+            f"once: take another optimizer, or write the loop yourself and start it by hvd-trainer run"
+        )
+    parallel = options.parallel
+    if is_trained(loss) and (parallel.is_staged or (parallel.shard == "full" and len(backend.replica_group) > 1)):
+        yield (
+            f"The loss ({type(loss).__name__}) has parameters, which "
+            f"{parallel.cut_by if parallel.is_staged else '--shard full'} has no place for: leave it out, or make "
+            "the loss a part of the model"
+        )
+    for typed, figure in _named_figures(options):
+        if figure not in figures:
+            yield f"{typed}: this job has no {figure}, but {', '.join(sorted(figures))}"
+
+
+def _device_mistakes(options: TrainerOptions, backend: Backend) -> Iterator[str]:
+    device, stages = backend.device, options.parallel.stages
+    if options.train.tf32 and accelerator.is_host(device):
+        yield f"--tf32 is for GPUs, and this rank trains on {accelerator.name(device)}: leave it out"
+    if stages > 1 and not accelerator.is_host(device) and not backend.uses_nccl:
+        yield (
+            f"--stages {stages} sends tensors of {device} to other ranks, and Gloo sends the host's. Leave out "
+            f"--transport gloo, so that {accelerator.collectives(device)} sends them between ranks with a GPU "
+            f"each, or train on CPUs with --device cpu"
+        )
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's step cannot be called without a closure, as that of LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _named_figures(options: TrainerOptions) -> Iterator[tuple[str, str]]:
+    """Yield each option that names a figure, as it is typed, and the figure."""
+    until, keep_best = StopCondition.parse(options.train.until), options.save.keep_best
+    if until.figure:
+        yield f"--until '{until}'", until.figure
+    # Without data to validate on, no record has the default's, and none is kept by it.
+    if keep_best is not None and keep_best != SaveOptions.keep_best:
+        yield f"--keep-best {keep_best}", BestFigure.parse(keep_best).figure
