@@ -39,6 +39,8 @@ class Progress:
     """steps left out because the gradient was not finite"""
     figures: dict[str, float] = field(default_factory=dict)
     """of the epoch that was finished last, such as val_loss"""
+    lr: float | None = None
+    """effective learning rate of the last step; None before the first"""
 
     def __post_init__(self) -> None:
         self._unread: Tensor | None = None
@@ -69,13 +71,16 @@ class Progress:
         figures = state.get("figures", {})
         if not isinstance(figures, Mapping) or not all(type(value) in (int, float) for value in figures.values()):
             raise ValueError("its figures are not all numbers")
-        counts = {name: value for name, value in state.items() if name != "figures"}
+        lr = state.get("lr")
+        if type(lr) not in (float, type(None)):
+            raise ValueError(f"its learning rate is {lr!r:.40}, and no number")
+        counts = {name: value for name, value in state.items() if name not in ("figures", "lr")}
         for name, value in counts.items():
             if name not in Progress.__dataclass_fields__ or type(value) is not int or not 0 <= value < MAX_COUNT:
                 raise ValueError(f"its counter {name!r} is {value!r:.40}, and no number from 0 on")
         for name, value in counts.items():
             setattr(self, name, value)
-        self.figures = dict(figures)
+        self.figures, self.lr = dict(figures), lr
 
 
 class Bar:

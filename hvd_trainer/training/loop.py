@@ -90,7 +90,7 @@ class TrainingLoop:
         samples_before, self._epoch_began = progress.samples, time.perf_counter()
         with Bar(run.log.prints, progress, run.options.train.epochs, run.train_loader.num_samples) as bar:
             for batches in batches_of_steps:
-                with run.rate.apply(progress.step, run.fraction_done):
+                with run.rate.apply(run.epochs_done):
                     result = run.step(batches, meter, batches_of_steps.prefetch)
                 self._finish_step(batches, result, meter)
                 bar.advance(progress.consumed, meter)

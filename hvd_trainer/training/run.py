@@ -36,7 +36,7 @@ from hvd_trainer.observe.metrics import Metric
 from hvd_trainer.observe.profile import Profile
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.observe.run_log import RunLog
-from hvd_trainer.optim.learning_rate import Scheduler, StepRate, check_decay, count_warmup_steps, make_scheduler
+from hvd_trainer.optim.learning_rate import Scheduler, StepRate, check_curves, make_scheduler
 from hvd_trainer.optim.non_finite import NonFiniteGuard
 from hvd_trainer.optim.reproducible import ReproducibleStep
 from hvd_trainer.optim.step import StepParts, TrainStep
@@ -191,14 +191,16 @@ class TrainingRun(RunView):
         )
 
     def _make_rate(self) -> StepRate:
-        train = self.options.train
-        check_decay(train.lr_decay, self.train_loader.num_samples)
+        train, samples = self.options.train, self.train_loader.num_samples
+        check_curves(train, samples)
         return StepRate(
             self.optimizer,
-            self.plan.lr_factor(train.lr_scaling),
-            count_warmup_steps(train.warmup_epochs, self.steps_per_epoch),
-            train.lr_decay,
-            decay_start=train.warmup_epochs / train.epochs,
+            self.progress,
+            factor=self.plan.lr_factor(train.lr_scaling),
+            epochs=train.epochs,
+            warmup_epochs=train.warmup_epochs,
+            step_epochs=1.0 if samples is None else min(1.0, self.plan.global_batch_size / samples),
+            decay=train.lr_decay,
         )
 
     def _make_manager(self, snapshot: InMemorySnapshot) -> CheckpointManager:
@@ -228,16 +230,14 @@ class TrainingRun(RunView):
         return ended or self.stop_condition.is_reached(progress.figures)
 
     @property
-    def fraction_done(self) -> float:
-        """The fraction of all epochs that is done, from 0 to 1; for a stream in whole epochs."""
+    def epochs_done(self) -> float:
+        """The epochs that are done, with the fraction of the running one; for a stream whole epochs."""
         progress, samples = self.progress, self.train_loader.num_samples
-        of_epoch = 0.0 if samples is None else min(1.0, progress.consumed / samples)
-        return (progress.epoch + of_epoch) / self.options.train.epochs
+        return progress.epoch + (0.0 if samples is None else min(1.0, progress.consumed / samples))
 
     def restore(self) -> None:
         """Resume from the newest snapshot or checkpoint, if there is one. A collective."""
         rate = self.rate.full
-        if self.manager.restore(seed=self.options.train.seed, is_over=lambda: self.is_over):
-            self.rate.resume(self.progress.step, self.fraction_done)
-            if self.rate.full != rate:
-                self.say(f"resume   with the checkpoint's learning rate, {self.rate.full:g}, not {rate:g}")
+        is_restored = self.manager.restore(seed=self.options.train.seed, is_over=lambda: self.is_over)
+        if is_restored and self.rate.full != rate:
+            self.say(f"resume   with the checkpoint's learning rate, {self.rate.full:g}, not {rate:g}")
