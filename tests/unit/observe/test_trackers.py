@@ -86,7 +86,7 @@ class Server:
     [
         # Three epochs of five steps, a line after every second, one after each epoch, and the end.
         ("log_metrics", {1}, [None, 5, 6, 8, 10, 10, 12, 14, 15, 15, "end"]),
-        ("log_metrics", {3, 4}, [None, 2, 4, 12, 14, 15, 15, "end"]),
+        ("log_metrics", {3, 4}, [None, 2, 4, 15, 15, "end"]),
         ("start_run", {1, 2}, [None, 10, 12, 14, 15, 15, "end"]),
         ("end_run", {1}, [None, 2, 4, 5, 6, 8, 10, 10, 12, 14, 15, 15]),
     ],
