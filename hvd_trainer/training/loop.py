@@ -37,12 +37,13 @@ class TrainingLoop:
 
     Args:
         run: all its parts, restored.
-        records: one per finished epoch; the loop appends to them.
+        records: one per epoch of earlier parts of this run; the loop appends its own.
     """
 
     def __init__(self, run: TrainingRun, records: list[dict[str, Any]]) -> None:
         self._run = run
         self._records = records
+        self._resumed = len(records)
         self._interrupts = Interrupts(run.backend, run.manager, run.progress)
         self._epoch_began = 0.0
         # Of this rank's first step, which sets up caches and may compile, and so is no measure of speed.
@@ -77,6 +78,9 @@ class TrainingLoop:
                 record |= self._evaluate()
                 self._finish_epoch(record, is_complete=is_complete)
                 self._records.append(record)
+            if not self._records and run.progress.figures:  # of a finished run in another log folder
+                self._records.append(self._position() | run.progress.figures)
+                self._resumed = 1
             self._finish(started)
         activity.enter("trained")
 
@@ -220,7 +224,8 @@ class TrainingLoop:
         outcome = run.stop_condition.outcome_line(run.progress.figures | last)
         if outcome is not None:
             run.say(outcome)
-        run.say(summary_line(last, time.perf_counter() - started, run.log.folder))
+        trained = last if len(self._records) > self._resumed else {}
+        run.say(summary_line(trained, time.perf_counter() - started, run.log.folder))
 
     def _record(self, event: str, record: dict[str, Any]) -> None:
         self._run.log.record(event, record)

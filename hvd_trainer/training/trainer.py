@@ -46,7 +46,10 @@ _FITS = itertools.count()
 
 @dataclass
 class History(Sequence[dict[str, Any]]):
-    """The result of a training: a sequence of one record per epoch, as in metrics.jsonl."""
+    """The result of a training: a sequence of one record per epoch, as in metrics.jsonl.
+
+    A run that is resumed in its log folder has the records of its earlier epochs, too, on all ranks.
+    """
 
     epochs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -59,7 +62,7 @@ class History(Sequence[dict[str, Any]]):
 
     @property
     def end(self) -> dict[str, Any]:
-        """The last epoch's record; empty if there was no epoch left to train."""
+        """The last epoch's record; empty if there is none."""
         return self.epochs[-1] if self.epochs else {}
 
 
@@ -171,7 +174,7 @@ class Trainer:
                 each sample has its seed.
 
         Returns:
-            One record per epoch.
+            One record per epoch, of a resumed run also those of the epochs that its log folder has.
         """
         inputs = FitInputs(
             model=model,
@@ -210,7 +213,8 @@ class Trainer:
             run.log.write_config(flatten(self.options))
             run.log.write_facts(facts(run))
             # The epochs after the restored one are trained again.
-            history.epochs = [record for record in history.epochs if record["epoch"] <= run.progress.epoch]
+            kept = [record for record in history.epochs if record["epoch"] <= run.progress.epoch]
+            history.epochs = self.backend.collectives.broadcast_object(run.log.epochs or kept)
             TrainingLoop(run, history.epochs).train()
 
     def say(self, text: str | None) -> None:

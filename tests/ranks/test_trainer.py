@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from launchers import QUICKEST, REPOSITORY, command_line, launch, requires, run_ranks
-from records import lines
+from records import OF_ONE_RUN, lines
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
@@ -255,6 +255,53 @@ def test_warmup_resumes_on_half_of_the_ranks(backend: str, before: int, tmp_path
     # Nothing is left to train: the rate is that of the last step, not that of the end of the decay.
     ((nothing, logged),) = run_ranks(resumed_in_warmup, num_processes=1, args=args, kwargs=options)
     assert (nothing, logged) == ([], pytest.approx(0.05))
+
+
+class Diverging(nn.Module):
+    """A loss that is infinite in evaluations of the first epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluations = 0
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(outputs, targets)
+        self.evaluations += not torch.is_grad_enabled()
+        return loss if torch.is_grad_enabled() or self.evaluations > 1 else loss * math.inf
+
+
+def train_in_parts(backend: str, folder: str) -> tuple[int, list[list[dict[str, Any]]]]:
+    """Train an epoch, two more, and again when nothing is left, also in another folder; return the records."""
+    log = {"log_dir": folder, "resume": "auto"}
+    elsewhere = {"log_dir": f"{folder}-2", "resume": folder}
+    parts = [
+        *({"epochs": 1, **log}, {"epochs": 3, **log}, {"epochs": 3, **log}),
+        *(
+            {"epochs": 3, **elsewhere},
+            {"epochs": 4, "max_steps": 17, **log},
+            {"epochs": 4, "max_steps": 17, **log},
+        ),
+    ]
+    runs = [train(backend, loss=Diverging(), **part) for part in parts]
+    kept = [[{k: v for k, v in r.items() if k not in OF_ONE_RUN} for r in run["records"]] for run in runs]
+    return runs[0]["rank"], kept
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_history_of_a_resumed_run_has_all_epochs(backend: str, size: int, tmp_path: Path) -> None:
+    """The history of a finished run was empty: `fit(...)[-1]["val_loss"]` was an IndexError."""
+    for rank in run_ranks(train_in_parts, num_processes=size, args=(backend, str(tmp_path))):
+        first, all_three, again, elsewhere, longer, finished = rank
+        assert [record["epoch"] for record in all_three] == [1, 2, 3]
+        assert all_three[0] == first[0]
+        assert (first[0]["val_loss"], again) == (math.inf, all_three)
+        figures = ("epoch", "step", "val_loss", "val_accuracy", "train_loss", "lr")
+        assert [elsewhere[-1][name] for name in figures] == [again[-1][name] for name in figures]
+        assert [record["step"] for record in longer] == [5, 10, 15, 17]
+        assert finished == longer
+    events = [(line["event"], line["step"]) for line in lines(tmp_path)]
+    assert events[-3:] == [("epoch", 15), ("epoch", 17), ("end", 17)]
 
 
 def test_records_count_steps_and_samples(trained: dict[str, list[Any]]) -> None:
