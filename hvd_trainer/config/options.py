@@ -124,8 +124,8 @@ class SaveOptions:
 
     resume: Annotated[str, COMMON] = "none"
     """resume from a checkpoint: auto (newest valid one in the log folder), a path, or none"""
-    resume_partial: tuple[Literal["optimizer", "scheduler", "scaler", "random", "data"], ...] = ()
-    """what may be missing in it or different from it, and is then reset"""
+    resume_partial: tuple[Literal["optimizer", "scheduler", "scaler", "random", "data", "callbacks"], ...] = ()
+    """what to begin again with, instead of what the checkpoint has, or lacks"""
     save_every_epochs: Annotated[int | None, Ge(1)] = 1
     """save after each n-th epoch, and the last"""
     save_every_steps: Annotated[int | None, Ge(1)] = None

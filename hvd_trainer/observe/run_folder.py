@@ -20,6 +20,10 @@ WRITTEN = (METRICS, FACTS, LOCK, JOB, CONFIG, "tokenizer.json", *FOLDERS)
 """Files that a run writes in place, and not by renaming a finished one."""
 SET_ASIDE = (METRICS, FACTS, CONFIG, "model.safetensors", "checkpoints", *FOLDERS)
 """Files of an earlier run that are moved away when another begins."""
+EARLIER, EVENTS = "earlier-", "events.out.tfevents."
+"""Beginnings of names: of folders of earlier runs, and of TensorBoard's files."""
+RESERVED = (*sorted({*WRITTEN, *SET_ASIDE} - {LOCK, JOB}), EARLIER, EVENTS)
+"""Beginnings of what a run has in its folder."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Errors of file systems without locks, such as Lustre mounted without them."""
 POLL_S = 0.1
@@ -90,10 +94,10 @@ class RunFolder:
     def set_aside(self) -> Path | None:
         """Move an earlier run's files to `earlier-1`, `earlier-2`, ...; return where, or None without any."""
         old = [self.path / name for name in SET_ASIDE if (self.path / name).exists()]
-        old += self.path.glob("events.out.tfevents.*")
+        old += self.path.glob(f"{EVENTS}*")
         if not old:
             return None
-        aside = next(folder for n in itertools.count(1) if not (folder := self.path / f"earlier-{n}").exists())
+        aside = next(folder for n in itertools.count(1) if not (folder := self.path / f"{EARLIER}{n}").exists())
         aside.mkdir()
         for path in old:
             path.rename(aside / path.name)

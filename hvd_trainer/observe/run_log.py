@@ -160,7 +160,7 @@ class RunLog:
             self._run_folder.close()
 
 
-def _drop_later(file: Path, step: int, epoch: int, finished: bool) -> tuple[list[dict[str, Any]], bool]:
+def _drop_later(file: Path, step: int, epoch: int, finished: bool = False) -> tuple[list[dict[str, Any]], bool]:
     """Drop the lines of metrics.jsonl behind a position, which a killed run wrote after its last checkpoint.
 
     Returns:

@@ -55,7 +55,7 @@ class Tracker(Callback, ABC):
         try:
             self._send_record(flatten(run.options), event, record)
             self._waits = False
-        except Exception as error:  # noqa: BLE001  the package's own, and those of what it sends with
+        except Exception as error:  # the package's own, or of what it sends with
             self._waits = True
             if not self._has_failed:
                 self._has_failed = True

@@ -44,7 +44,7 @@ class TrainingLoop:
         self._run = run
         self._records = records
         self._resumed = len(records)
-        self._interrupts = Interrupts(run.backend, run.manager, run.progress)
+        self._interrupts = Interrupts(run)
         self._epoch_began = 0.0
         # Of this rank's first step, which sets up caches and may compile, and so is no measure of speed.
         self._first_step_s: float | None = None
@@ -176,11 +176,13 @@ class TrainingLoop:
         run.backend.activity.enter("save")
         self._record("epoch", record)
         run.say(epoch_line(record, run.options.train.epochs))
-        if is_complete:
-            run.manager.after_epoch(record, last=run.is_over)
         run.backend.activity.enter("callback")
         for callback in run.callbacks:
             callback.on_epoch_end(run, record)
+        self._interrupts.agree_to_end()
+        # Inside an epoch `at_end_of_run` has saved: what callbacks do now, they do again when that epoch ends.
+        if is_complete:
+            run.manager.after_epoch(record, last=run.is_over)
 
     def _common_figures(self, record: Mapping[str, Any]) -> dict[str, float]:
         """Return an epoch's figures; the same on all ranks if the stop condition reads them.
@@ -220,10 +222,13 @@ class TrainingLoop:
         if not run.log.ended:
             end = {key: value for key, value in last.items() if key != "seconds"}
             first = {} if self._first_step_s is None else {"first_step_s": self._first_step_s}
-            self._record("end", self._position() | end | run.manager.figures() | memory | first)
+            stopped = {"stopped": run.progress.stopped} if run.progress.stopped else {}
+            self._record("end", self._position() | end | run.manager.figures() | memory | first | stopped)
         outcome = run.stop_condition.outcome_line(run.progress.figures | last)
         if outcome is not None:
             run.say(outcome)
+        if run.progress.stopped:
+            run.say(f"stop     {run.progress.stopped}")
         trained = last if len(self._records) > self._resumed else {}
         run.say(summary_line(trained, time.perf_counter() - started, run.log.folder))
 

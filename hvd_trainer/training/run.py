@@ -30,12 +30,13 @@ from hvd_trainer.data import Loader, LoaderPlan, make_loader
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import observer
-from hvd_trainer.observe.callback import Callback, Observer, RunView
+from hvd_trainer.observe.callback import Callback, Observer, RunView, with_state
 from hvd_trainer.observe.memory import PeakMemory
 from hvd_trainer.observe.metrics import Metric
 from hvd_trainer.observe.profile import Profile
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.observe.run_log import RunLog
+from hvd_trainer.observe.trackers import Tracker
 from hvd_trainer.optim.learning_rate import Scheduler, StepRate, check_curves, make_scheduler
 from hvd_trainer.optim.non_finite import NonFiniteGuard
 from hvd_trainer.optim.reproducible import ReproducibleStep
@@ -107,6 +108,8 @@ class TrainingRun(RunView):
                 backend.session.monitor.log_folder = options.log.log_dir
             self.observers = list(self._make_observers(message))
             self.callbacks = [*inputs.callbacks, *self.observers]
+            # Trackers neither end a training nor change its data.
+            self.has_callbacks = any(not isinstance(callback, Tracker) for callback in inputs.callbacks)
             has_val = inputs.val_data is not None
             self.train_loader = self._make_loader(inputs.train_data, inputs, shuffle=True)
             self.val_loader = self._make_loader(inputs.val_data, inputs, shuffle=False) if has_val else None
@@ -138,6 +141,7 @@ class TrainingRun(RunView):
             num_workers=train.workers,
             prefetch=train.prefetch,
             batch_transform=inputs.batch_transform,
+            renew_workers=self.has_callbacks,
         )
         return make_loader(data, self.backend, loader_plan, collate=inputs.collate)
 
@@ -187,6 +191,7 @@ class TrainingRun(RunView):
             others={name: part for name, part in parts.items() if part is not None},
             data={"seed": self.options.train.seed, "samples": self.train_loader.num_samples},
             parts=self.placement,
+            callbacks=with_state(self.callbacks),
             reproducible=self.options.train.reproducible is not None,
         )
 
@@ -224,10 +229,10 @@ class TrainingRun(RunView):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to train: by epochs, by steps or by the stop condition."""
+        """Whether nothing is left to train: by epochs, by steps, by a callback or by the stop condition."""
         train, progress = self.options.train, self.progress
         ended = progress.epoch >= train.epochs or progress.step >= (train.max_steps or math.inf)
-        return ended or self.stop_condition.is_reached(progress.figures)
+        return ended or bool(progress.stopped) or self.stop_condition.is_reached(progress.figures)
 
     @property
     def epochs_done(self) -> float:
@@ -241,3 +246,5 @@ class TrainingRun(RunView):
         is_restored = self.manager.restore(seed=self.options.train.seed, is_over=lambda: self.is_over)
         if is_restored and self.rate.full != rate:
             self.say(f"resume   with the checkpoint's learning rate, {self.rate.full:g}, not {rate:g}")
+        if is_restored and self.progress.stopped:
+            self.say("resume   a callback has ended this training; to train on: --resume-partial callbacks")

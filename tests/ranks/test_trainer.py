@@ -32,6 +32,7 @@ from hvd_trainer.errors import UserError
 from hvd_trainer.jobs.models import conv_net
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.optim.learning_rate import StepRate, check_curves
+from hvd_trainer.training.trainer import _finished
 
 NUM = 40
 
@@ -282,7 +283,10 @@ def train_in_parts(backend: str, folder: str) -> tuple[int, list[list[dict[str, 
             {"epochs": 4, "max_steps": 17, **log},
         ),
     ]
-    runs = [train(backend, loss=Diverging(), **part) for part in parts]
+    runs = []
+    for part in parts:
+        _finished.clear()  # each stands for a process of its own
+        runs.append(train(backend, loss=Diverging(), **part))
     kept = [[{k: v for k, v in r.items() if k not in OF_ONE_RUN} for r in run["records"]] for run in runs]
     return runs[0]["rank"], kept
 
