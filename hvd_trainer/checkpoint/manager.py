@@ -84,7 +84,11 @@ class CheckpointManager:
         torch.manual_seed(seed + 1 + self.backend.world.rank)
         said, opened = list(loaded.notes), loaded.opened
         if opened is not None:
-            said += self.state.restore(opened.state(), self._reader, self.options.resume_partial)
+            state = opened.state()
+            # What this job has reset and saved since then stays: it is in memory, or its launcher starts it again.
+            is_own = not from_disk or not self._previous_names.isdisjoint(state.get("jobs", ()))
+            partial = () if is_own else self.options.resume_partial
+            said += self.state.restore(state, self._reader, partial)
             if self.snapshot.state is not None:
                 self.snapshot.step = self.progress.step
             said.append(f"at epoch {self.progress.epoch + 1}, after {self.progress.step:,} steps")
@@ -100,6 +104,11 @@ class CheckpointManager:
             names=self._in_this_fit(self.backend.session.job.names),
         )
         return opened is not None
+
+    @property
+    def _previous_names(self) -> frozenset[str]:
+        """The names of this job's earlier starts."""
+        return self.backend.session.job.previous_names
 
     @property
     def _reader(self) -> StateReader:
@@ -134,7 +143,7 @@ class CheckpointManager:
         outcome: dict[str, Any] = {}
         if self.backend.world.is_first:
             # A job that is started again resumes its own run, whatever --resume says.
-            again = self.log.belongs_to(self._in_this_fit(self.backend.session.job.previous_names))
+            again = self.log.belongs_to(self._in_this_fit(self._previous_names))
             if again:
                 self.log.info("restart  this job was started before, and resumes")
             resume = self.options.resume
@@ -191,7 +200,7 @@ class CheckpointManager:
             return
         newest = -1
         if backend.world.is_first_on_node and not backend.world.is_first:
-            again = self.log.belongs_to(self._in_this_fit(backend.session.job.previous_names))
+            again = self.log.belongs_to(self._in_this_fit(self._previous_names))
             checkpoints, _ = (
                 storage.find_checkpoints(place / "checkpoints")
                 if again or self.options.resume == "auto"

@@ -6,6 +6,8 @@ State that is equal on all ranks is kept once; state that differs is kept per ra
                                                    if ranks have shards or stages, of these what each has
     frozen                                         names of the parameters that are not trained
     data                                           seed and size of the data set: they set the order of its samples
+    callbacks                                      rank 0's, by name; given to all ranks
+    jobs                                           names of the job that saved it
     ranks: random, metrics, buffers                on another number of ranks random numbers are seeded again,
                                                    metrics are added up, and buffers start from their mean
 """
@@ -32,6 +34,7 @@ from hvd_trainer.utils.files import UNREADABLE
 from hvd_trainer.utils.optimizer_state import load_in_place
 from hvd_trainer.utils.rng import check_rng_state, derive_seed, rng_state, seed_all, set_rng_state
 from hvd_trainer.utils.tensors import parameters_of, state_on_this_stage, without_extra_state
+from hvd_trainer.utils.text import plural
 
 MAX_LINES = 20
 """Differences between a checkpoint's model and this one that are listed."""
@@ -76,6 +79,8 @@ class TrainState:
     """seed and number of samples of the training set"""
     parts: ModelShards
     """of model and optimizer, which this rank has"""
+    callbacks: Mapping[str, Stateful] = field(default_factory=dict)
+    """those that have a state, by name"""
     reproducible: bool = False
     """whether each step leaves equal buffers on all ranks"""
     metrics: Mapping[str, Any] | None = field(default=None, init=False)
@@ -100,6 +105,7 @@ class TrainState:
         ranks = self.backend.collectives.all_gather_object(of_rank)
         model = {name: means.get(name, value) for name, value in state_on_this_stage(self.model).items()}
         others = {name: part.state_dict() for name, part in self.others.items()}
+        callbacks = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         if self.parts.is_sharded:
             model = self.parts.own_share(model)
             of_optimizer = self.parts.own_share(others["optimizer"]["state"], of_optimizer=True)
@@ -116,6 +122,8 @@ class TrainState:
             "frozen": self._frozen(),
             "kinds": {name: type(part).__name__ for name, part in self.others.items()},
             "ranks": ranks,
+            "callbacks": callbacks,
+            "jobs": sorted(self.backend.session.job.names),
             **others,
         }
 
@@ -152,8 +160,8 @@ class TrainState:
 
         Args:
             reader: reads the tensors of model and optimizer into theirs.
-            partial: parts that may be missing or different, and are then reset: optimizer, scheduler, scaler,
-                loss, frozen, random, data.
+            partial: parts that are not restored, whether they fit or not: optimizer, scheduler, scaler, loss,
+                frozen, random, data, callbacks.
 
         Returns:
             Lines for the log: what was restored, and what was reset.
@@ -162,8 +170,10 @@ class TrainState:
             CheckpointError: something is missing or does not fit. Nothing has been changed then, unless a value is
                 of another kind than its name says.
         """
+        # A callback of rank 0 alone has a state, too.
+        names = self.backend.collectives.broadcast_object(list(self.callbacks))
         try:
-            wrong = self._find_mismatches(state, partial)
+            wrong = self._find_mismatches(state, partial, names)
             notes = [] if wrong else self._load(state, reader, partial)
         except UNREADABLE as error:
             wrong = [f"something in it is not what it should be ({type(error).__name__}: {first_line(error)})"]
@@ -181,7 +191,7 @@ class TrainState:
         notes = [] if "frozen" in partial else self._load_frozen(state["frozen"])
         part: Any
         for name, part in self.others.items():
-            if self._fits(state, name):
+            if name not in partial and self._fits(state, name):
                 if name == "optimizer":
                     self._load_optimizer(part, state[name], reader)
                 else:
@@ -189,11 +199,19 @@ class TrainState:
                 restored.append(name)
             else:
                 reset.append(name)
+        if "optimizer" in reset and "scheduler" in restored:
+            self._take_rates_of_scheduler()
         self.progress.load_state_dict(state["progress"])
-        if state["data"] != self.data and self.progress.consumed:
+        if self.progress.consumed and ("data" in partial or state["data"] != self.data):
             reset.append("data (the epoch begins again)")
             self.progress.consumed = 0
-        notes += self._load_ranks(state["ranks"], restored, reset)
+        if "callbacks" in partial:
+            reset.append("callbacks")
+            self.progress.stopped = ""
+        elif saved := state.get("callbacks"):
+            self._load_callbacks(saved)
+            restored.append("callbacks")
+        notes += self._load_ranks(state["ranks"], restored, reset, partial)
         lines = [f"restored {', '.join(restored)}"]
         lines += [f"reset: {', '.join(reset)}"] if reset else []
         return [*lines, *notes, *self._note_cut(state.get("cut", []))]
@@ -206,6 +224,26 @@ class TrainState:
             parameters[name].requires_grad_(name not in saved)
         names = f"{', '.join(other[:3])}{', ...' if len(other) > 3 else ''}"
         return [f"frozen and unfrozen as it was: {names}"] if other else []
+
+    def _take_rates_of_scheduler(self) -> None:
+        """Set a new optimizer's learning rates to those at which its restored scheduler is."""
+        optimizer: Any = self.others["optimizer"]
+        scheduler: Any = self.others["scheduler"]
+        for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def _load_callbacks(self, saved: Mapping[str, Any]) -> None:
+        for name, callback in self.callbacks.items():
+            try:
+                callback.load_state_dict(saved[name])
+            except UNREADABLE as error:
+                raise CheckpointError(
+                    f"The callback {name} does not take its state ({type(error).__name__}: {first_line(error)}). "
+                    f"To reset all callbacks: --resume-partial callbacks"
+                ) from error
 
     def _note_cut(self, saved: Sequence[int]) -> list[str]:
         """Return a line if the model is cut elsewhere into as many parts, which changes the order of sums."""
@@ -241,13 +279,19 @@ class TrainState:
         reader.fill(pairs)
         load_in_place(optimizer, {**saved, "state": state})
 
-    def _load_ranks(self, ranks: Sequence[Mapping[str, Any]], restored: list[str], reset: list[str]) -> list[str]:
+    def _load_ranks(
+        self,
+        ranks: Sequence[Mapping[str, Any]],
+        restored: list[str],
+        reset: list[str],
+        partial: Collection[str],
+    ) -> list[str]:
         """Load the state that is kept per rank; append to `restored` and `reset`, and return further lines."""
         world, device = self.backend.world, self.backend.device
         same = len(ranks) == world.size
         own = ranks[world.rank] if same else {}
         notes = []
-        if "random" in own:
+        if "random" in own and "random" not in partial:
             set_rng_state(own["random"], device)
             restored.append("random")
         elif not self.parts.seeds_itself:
@@ -274,8 +318,14 @@ class TrainState:
         """Return whether the state has this part, of the class that this run has."""
         return name in state and state["kinds"].get(name) == type(self.others[name]).__name__
 
-    def _find_mismatches(self, state: Mapping[str, Any], partial: Collection[str]) -> list[str]:
-        """Return one message per difference between a state and this run that `partial` does not allow."""
+    def _find_mismatches(
+        self, state: Mapping[str, Any], partial: Collection[str], callbacks: Sequence[str]
+    ) -> list[str]:
+        """Return one message per difference between a state and this run that `partial` does not allow.
+
+        Args:
+            callbacks: names of those of rank 0 that have a state.
+        """
         missing = [name for name in ("model", "frozen", "progress", "data", "kinds", "ranks") if name not in state]
         if missing:
             return [f"it has no {', '.join(missing)}, so it is not one of ours"]
@@ -284,9 +334,11 @@ class TrainState:
             self._check_rank(rank)
         mismatches = find_differences(*map(without_extra_state, (self.model.state_dict(), state["model"])))
         for name in self.others:
+            if name in partial:
+                continue
             if self._fits(state, name):
                 mismatches += [f"{key} of its {name} is no number" for key in self._find_non_numbers(state, name)]
-            if name in partial or self._fits(state, name):
+                mismatches += self._find_other_groups(state, name)
                 continue
             kind = f"its {name} is {state['kinds'][name]}, not {type(self.others[name]).__name__}"
             mismatches.append(
@@ -302,7 +354,22 @@ class TrainState:
                 f"it was saved inside an epoch of other data: {', '.join(changed)} (to begin that epoch again: "
                 f"--resume-partial data)"
             )
+        if "callbacks" not in partial:
+            names = dict.fromkeys([*state.get("callbacks", {}), *callbacks])
+            mismatches += [
+                f"it has {'no' if name in callbacks else 'a'} state of the callback {name}, and this run has "
+                f"{'one' if name in callbacks else 'none'} (to reset all callbacks: --resume-partial callbacks)"
+                for name in names
+                if (name in state.get("callbacks", {})) != (name in callbacks)
+            ]
         return mismatches
+
+    def _find_other_groups(self, state: Mapping[str, Any], name: str) -> list[str]:
+        """Return a message if the saved part is of other parameter groups than this run's."""
+        own, saved = (_sizes_of_groups(part) for part in (self.others[name].state_dict(), state[name]))
+        if own == saved:
+            return []
+        return [f"its {name} is for {saved}, not {own} (to reset it: --resume-partial {name})"]
 
     def _check_rank(self, rank: Mapping[str, Any]) -> None:
         """Check the state of one rank, on all ranks: else all but that one would train on.
@@ -331,6 +398,14 @@ class TrainState:
             if isinstance(value, int | float)
             and not isinstance(loaded.get(key, value), int | float | torch.Tensor)
         ]
+
+
+def _sizes_of_groups(state: Mapping[str, Any]) -> str:
+    """Return `2 parameter groups (of 4, 2)` of an optimizer's state, `2 groups` of a scheduler's; else nothing."""
+    if "param_groups" in state:
+        sizes = [str(len(group["params"])) for group in state["param_groups"]]
+        return f"{plural(len(sizes), 'parameter group')} (of {', '.join(sizes)})"
+    return plural(len(state["_last_lr"]), "group") if "_last_lr" in state else ""
 
 
 def is_on_other_stage(value: Any) -> bool:

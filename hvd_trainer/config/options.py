@@ -121,9 +121,10 @@ class SaveOptions:
     resume: Annotated[str, COMMON] = "none"
     """resume from a checkpoint: auto (newest valid one in the log folder), a path, or none"""
     resume_partial: tuple[
-        Literal["optimizer", "scheduler", "scaler", "loss", "frozen", "random", "data"], ...
+        Literal["optimizer", "scheduler", "scaler", "loss", "frozen", "random", "data", "callbacks"], ...
     ] = ()
-    """what may be missing in it or different from it, and is then reset (frozen: which parameters are trained)"""
+    """what to begin again with, instead of what the checkpoint has, or lacks (frozen: which parameters are "
+    "trained)"""
     save_every_epochs: Count | None = 1
     """save after each n-th epoch, and the last"""
     save_every_steps: Count | None = None

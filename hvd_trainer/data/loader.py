@@ -63,6 +63,8 @@ class LoaderPlan:
     """batches that each worker loads ahead; None: PyTorch's default"""
     batch_transform: Callable[[Any], Any] | None = None
     """converts the inputs of a batch on the training device"""
+    renew_workers: bool = False
+    """whether workers start again with each pass: they have copies of the data set, which a callback may change"""
 
 
 class DataShard(NamedTuple):
@@ -310,7 +312,7 @@ def torch_loader(
         prefetch_factor=plan.prefetch if num_workers else None,
         collate_fn=SharedBatches(collate) if num_workers else collate,
         pin_memory=not accelerator.is_host(backend.device),
-        persistent_workers=num_workers > 0 and batch_sampler is not None,
+        persistent_workers=num_workers > 0 and batch_sampler is not None and not plan.renew_workers,
         worker_init_fn=preemption.init_loader_worker,
         # Without its own generator, each pass would draw the workers' seeds from the global one, as dropout does.
         generator=torch.Generator(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -54,6 +54,8 @@ class RunView:
     """counters of epochs, steps and samples"""
     log: RunLog
     """the run's log; its folder is None on other ranks than 0 and without --log-dir"""
+    stop_reason = ""
+    """why a callback of this rank wants to end the training; empty: none does"""
 
     @property
     def world(self) -> World:
@@ -74,24 +76,51 @@ class RunView:
         """Print a line once for the whole job, unless it is quiet."""
         self.log.info(text)
 
+    def stop(self, reason: str) -> None:
+        """End the training on all ranks, saved and with exit code 0; any rank may call it.
+
+        From `on_epoch_end` the training ends with that epoch. From `on_step_end` it ends after the same step on
+        all ranks, half a second later as a rule; with one rank, after that step. The reason is printed, and is in
+        the record of the end and in the checkpoint: a run that resumes from there has ended, too.
+
+        Args:
+            reason: one line, such as "val loss has not improved for 3 epochs".
+        """
+        self.stop_reason = self.stop_reason or reason or "a callback ended it"
+
 
 class Callback:
     """Called by the training loop on every rank; override what you need.
 
     Attributes:
         needs_norm: whether each step's result shall have the gradient's norm, which costs a few operations.
+        name: of its state in a checkpoint; empty: that of its class, with a number if there are several.
     """
 
     needs_norm = False
+    name = ""
 
     def on_step_end(self, run: RunView, result: StepResult) -> None:
         """Act after an optimizer step."""
 
     def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
-        """Act after an epoch, whose line of metrics.jsonl is `record`."""
+        """Act after an epoch, whose line of metrics.jsonl is `record`, before it is saved.
+
+        A training that ends inside an epoch is saved before, as a later run continues with the same epoch.
+        """
 
     def on_record(self, run: RunView, event: str, record: Mapping[str, Any]) -> None:
         """Act on a line of metrics.jsonl, of a step that is logged, an epoch, or the end, on any rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: numbers, texts, tensors, and lists, tuples and dicts of them.
+
+        All ranks call it, and rank 0's is saved.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` of rank 0 returned, on any number of ranks; tensors are on the host."""
 
 
 class Observer(Callback):
@@ -104,3 +133,15 @@ class Observer(Callback):
     def on_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Return this rank's batches of an epoch, unchanged, as they are drawn."""
         return batches
+
+
+def with_state(callbacks: Iterable[Callback]) -> dict[str, Callback]:
+    """Return the callbacks that override `state_dict`, by the names of their states in a checkpoint."""
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        if type(callback).state_dict is Callback.state_dict:
+            continue
+        name = callback.name or type(callback).__name__
+        alike = sum(other == name or other.startswith(f"{name} ") for other in named)
+        named[f"{name} {alike + 1}" if alike else name] = callback
+    return named

@@ -39,6 +39,10 @@ class Progress:
     """steps left out because the gradient was not finite"""
     figures: dict[str, float] = field(default_factory=dict)
     """of the epoch that was finished last, such as val_loss"""
+    lr: float | None = None
+    """effective learning rate of the last step; None before the first"""
+    stopped: str = ""
+    """why a callback has ended the training; empty: none has"""
 
     def __post_init__(self) -> None:
         self._unread: Tensor | None = None
@@ -69,13 +73,16 @@ class Progress:
         figures = state.get("figures", {})
         if not isinstance(figures, Mapping) or not all(type(value) in (int, float) for value in figures.values()):
             raise ValueError("its figures are not all numbers")
-        counts = {name: value for name, value in state.items() if name != "figures"}
+        lr, stopped = state.get("lr"), state.get("stopped", "")
+        if type(lr) not in (float, type(None)) or type(stopped) is not str:
+            raise ValueError(f"its learning rate is {lr!r:.40}, and its reason to stop {stopped!r:.40}")
+        counts = {name: value for name, value in state.items() if name not in ("figures", "lr", "stopped")}
         for name, value in counts.items():
             if name not in Progress.__dataclass_fields__ or type(value) is not int or not 0 <= value < MAX_COUNT:
                 raise ValueError(f"its counter {name!r} is {value!r:.40}, and no number from 0 on")
         for name, value in counts.items():
             setattr(self, name, value)
-        self.figures = dict(figures)
+        self.figures, self.lr, self.stopped = dict(figures), lr, stopped
 
 
 class Bar:

@@ -23,6 +23,10 @@ WRITTEN = (METRICS, LOCK, *FOLDERS)
 """Files that a run writes in place, and not by renaming a finished one."""
 SET_ASIDE = (METRICS, FACTS, CONFIG, "model.safetensors", TOKENIZER, *FOLDERS)
 """Files of an earlier run that are moved away when another begins; its checkpoints are, too."""
+EVENTS = "events.out.tfevents."
+"""Beginning of the names of TensorBoard's files."""
+RESERVED = (*sorted({*WRITTEN, *SET_ASIDE} - {LOCK}), CHECKPOINTS, EARLIER, EVENTS)
+"""Beginnings of what a run has in its folder."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Errors of file systems without locks, such as Lustre mounted without them."""
 POLL_S = 0.1
@@ -97,7 +101,7 @@ class RunFolder:
     def set_aside(self) -> Path | None:
         """Move an earlier run's files to `earlier-1`, `earlier-2`, ...; return where, or None without any."""
         old = [self.path / name for name in SET_ASIDE if (self.path / name).exists()]
-        old += self.path.glob("events.out.tfevents.*")
+        old += self.path.glob(f"{EVENTS}*")
         checkpoints = [manifest.parent for manifest in self._checkpoints.glob("[!.]*/manifest.json")]
         if not old and not checkpoints:
             return None

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ LOCK_PATIENCE_S = 20.0
 """How long a frozen rank 0 may still hold the folder: horovodrun sends it SIGTERM, and SIGKILL 5 s later."""
 MAX_LINE_BYTES = 2**20
 """Of a line of metrics.jsonl."""
+OF_LINE = ("event", "time", "started_at")
+"""Keys of a line beside those of its record."""
+NON_FINITE = ("nan", "inf", "-inf")
 DRAWN = ("train_", "val_", "lr", "samples_per_s")
 """Prefixes of the figures that TensorBoard shows."""
 
@@ -41,6 +44,7 @@ class RunLog:
         place: the folder as this rank's node sees it, or would see it; None if there is none.
         folder: the same on rank 0, which writes to it; None on the others.
         ended: whether metrics.jsonl has the line of the run's end.
+        epochs: on rank 0, what `record` was given for the epochs whose lines metrics.jsonl had at `open_at`.
 
     Raises:
         OptionError: the folder cannot be written to; on all ranks.
@@ -57,6 +61,7 @@ class RunLog:
         self._board: Any = None
         self._lines: Any = None
         self.ended = False
+        self.epochs: list[dict[str, Any]] = []
         if self._run_folder is None:
             return
         # In elastic mode horovodrun ends a frozen rank 0 while the others meet in their next world.
@@ -90,7 +95,7 @@ class RunLog:
         file = self.folder / METRICS
         try:
             if goes_on:
-                self.ended = _drop_later(file, step, epoch, finished)
+                self.epochs, self.ended = _drop_later(file, step, epoch, finished)
             elif (aside := self._run_folder.set_aside()) is not None:
                 self.info(f"log      the run that was in {self.folder} is now in {aside}")
             self._run_folder.write_names(names)
@@ -163,46 +168,58 @@ class RunLog:
             self._run_folder.close()
 
 
-def _drop_later(file: Path, step: int, epoch: int, finished: bool = False) -> bool:
+def _drop_later(file: Path, step: int, epoch: int, finished: bool = False) -> tuple[list[dict[str, Any]], bool]:
     """Drop the lines of metrics.jsonl behind a position, which a killed run wrote after its last checkpoint.
 
-    Return whether the line of the end is kept, which it is only if the run is finished.
+    Returns:
+        The records of the epochs that stay, and whether the line of the end does: only if the run is finished.
     """
+    epochs: list[dict[str, Any]] = []
     if not file.exists():
-        return False
+        return epochs, False
     end = None
     with atomic_write(file) as temporary, open_regular(file) as lines, temporary.open("wb") as kept:
         # A line longer than any of ours is read in pieces, so that it cannot fill the memory.
         while line := lines.readline(MAX_LINE_BYTES):
-            if _is_before(line, step, epoch):
+            record = _parse(line)
+            if _is_before(record, step, epoch, finished):
                 kept.write(line.rstrip(b"\n") + b"\n")
-            elif finished and _event(line) == "end":
+                if record["event"] == "epoch":
+                    epochs.append({key: _number(value) for key, value in record.items() if key not in OF_LINE})
+            elif finished and record.get("event") == "end":
                 end = line
         if end is not None:
             kept.write(end.rstrip(b"\n") + b"\n")
-    return end is not None
+    return epochs, end is not None
 
 
-def _event(line: bytes) -> str | None:
-    try:
-        return str(json.loads(line)["event"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def _is_before(line: bytes, step: int, epoch: int) -> bool:
+def _parse(line: bytes) -> dict[str, Any]:
+    """Return the record of a line of metrics.jsonl; an empty one if it is torn, or not ours."""
     try:
         record = json.loads(line)
-        if record["event"] == "step":
-            return int(record["step"]) <= step
-        return record["event"] == "epoch" and int(record["epoch"]) <= epoch
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return False  # torn, or not ours
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _is_before(record: Mapping[str, Any], step: int, epoch: int, finished: bool) -> bool:
+    """Return whether a run that resumes at a position does not write this record again."""
+    try:
+        if record["event"] == "epoch" and not finished:
+            return int(record["epoch"]) <= epoch
+        return record["event"] in ("step", "epoch") and int(record["step"]) <= step
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return False
 
 
 def _finite(value: Any) -> Any:
     """Return a text for NaN and infinity, which JSON does not have."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: Any) -> Any:
+    """Return what `_finite` was given."""
+    return float(value) if isinstance(value, str) and value in NON_FINITE else value
 
 
 def _plain(value: Any) -> Any:

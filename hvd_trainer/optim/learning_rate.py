@@ -9,8 +9,9 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from hvd_trainer.config.options import Decay
+from hvd_trainer.config.options import Decay, TrainOptions
 from hvd_trainer.errors import OptionError
+from hvd_trainer.observe.progress import Progress
 
 DECAYS: Mapping[Decay, Callable[[float], float]] = {
     "linear": lambda decayed: 1 - decayed,
@@ -24,62 +25,64 @@ class StepRate:
     """The learning rate of each step: the optimizer's, as its scheduler leaves it, times three factors.
 
     Scaling, warm-up and decay apply only while a step is taken. So the optimizer and any scheduler (chained, in
-    closed form) keep the user's numbers, nothing needs a state, and a checkpoint resumes on any number of ranks.
+    closed form) keep the user's numbers, and a checkpoint resumes on any number of ranks. Both curves count epochs
+    and their fractions, not steps, of which another number of ranks has others:
 
             ___
            /   \\__
-          /       \\__     warm-up over n steps, at step t = 0, 1, ...: (t + 1) / (n + 1)
+          /       \\__     warm-up over w epochs, at e epochs, with s of an epoch in a step: (e + s) / (w + s)
          /           \\_   decay over the other epochs: from 1 on a line down to 0, or as half a cosine
 
     Args:
         optimizer: its groups have the rates.
+        progress: keeps the rate of the last step.
         factor: the scaling.
-        warmup_steps: n.
+        epochs: of the whole training.
+        warmup_epochs: w.
+        step_epochs: s; the same for all steps of an epoch, of which the last may be shorter.
         decay: none, or one of `DECAYS`.
-        decay_start: the fraction of all epochs after which the decay begins.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        factor: float,
-        warmup_steps: int,
+        progress: Progress,
+        *,
+        factor: float = 1.0,
+        epochs: int = 1,
+        warmup_epochs: float = 0.0,
+        step_epochs: float = 1.0,
         decay: Decay = "none",
-        decay_start: float = 0.0,
     ) -> None:
         self._optimizer = optimizer
+        self._progress = progress
         self._factor = factor
-        self._warmup_steps = warmup_steps
+        self._epochs = epochs
+        self._warmup_epochs = warmup_epochs
+        self._step_epochs = step_epochs
         self._decay = decay
-        self._decay_start = decay_start
         self._before: list[Any] = []
-        self.last = self.full * self._fraction(0, 0.0)
+
+    @property
+    def last(self) -> float:
         """The effective rate of the last step, or of the first if there was none; of the first group."""
+        last = self._progress.lr
+        return self.full * self._fraction(0.0) if last is None else last
 
     @property
     def full(self) -> float:
         """The scaled rate after warm-up, of the first group."""
         return float(self._optimizer.param_groups[0]["lr"]) * self._factor
 
-    def resume(self, step: int, done: float) -> None:
-        """Set `last` to the rate of the last step of a restored run.
+    def apply(self, epochs: float) -> StepRate:
+        """Set the optimizer's rates to the effective ones of the next step, until the end of the `with` block.
 
         Args:
-            step: steps done.
-            done: as in `apply`.
+            epochs: done before this step, with the fraction of the running one.
         """
-        self.last = self.full * self._fraction(max(0, step - 1), done)
-
-    def apply(self, step: int, done: float) -> StepRate:
-        """Set the optimizer's rates to the effective ones of this step, until the end of the `with` block.
-
-        Args:
-            step: steps done before this one.
-            done: the fraction of all epochs that is done; not of steps, whose number depends on the ranks.
-        """
-        groups, fraction = self._optimizer.param_groups, self._fraction(step, done)
+        groups, fraction = self._optimizer.param_groups, self._fraction(epochs)
         self._before = [group["lr"] for group in groups]
-        self.last = self.full * fraction
+        self._progress.lr = self.full * fraction
         for group, lr in zip(groups, self._before, strict=True):
             group["lr"] = lr * self._factor * fraction
         return self
@@ -91,11 +94,13 @@ class StepRate:
         for group, lr in zip(self._optimizer.param_groups, self._before, strict=True):
             group["lr"] = lr
 
-    def _fraction(self, step: int, done: float) -> float:
-        warmup = min(1.0, (step + 1) / (self._warmup_steps + 1))
-        if self._decay == "none" or done <= self._decay_start:
+    def _fraction(self, epochs: float) -> float:
+        warmup = 1.0
+        if epochs < self._warmup_epochs:
+            warmup = (epochs + self._step_epochs) / (self._warmup_epochs + self._step_epochs)
+        if self._decay == "none" or epochs <= self._warmup_epochs:
             return warmup
-        decayed = min(1.0, (done - self._decay_start) / (1 - self._decay_start))
+        decayed = min(1.0, (epochs - self._warmup_epochs) / (self._epochs - self._warmup_epochs))
         return warmup * DECAYS[self._decay](decayed)
 
 
@@ -114,24 +119,12 @@ def step_scheduler(scheduler: LRScheduler | None, record: Mapping[str, Any]) -> 
         scheduler.step()
 
 
-def count_warmup_steps(epochs: float, steps_per_epoch: int | None) -> int:
-    """Return the number of steps in `epochs` of warm-up.
+def check_curves(train: TrainOptions, num_samples: int | None) -> None:
+    """Refuse a warm-up or a decay over epochs of an unknown length.
 
     Raises:
-        OptionError: the length of an epoch is not known.
+        OptionError: the options ask for one, and the data set does not know its length.
     """
-    if epochs == 0:
-        return 0
-    if steps_per_epoch is None:
-        raise OptionError("--warmup-epochs needs a data set that knows its length; this one does not.")
-    return max(1, round(epochs * steps_per_epoch))
-
-
-def check_decay(decay: Decay, num_samples: int | None) -> None:
-    """Refuse a decay whose end is unknown.
-
-    Raises:
-        OptionError: the length of an epoch is not known.
-    """
-    if decay != "none" and num_samples is None:
-        raise OptionError("--lr-decay needs a data set that knows its length; this one does not.")
+    asked = {"--warmup-epochs": train.warmup_epochs > 0, "--lr-decay": train.lr_decay != "none"}
+    if num_samples is None and (options := [option for option, is_set in asked.items() if is_set]):
+        raise OptionError(f"{options[0]} needs a data set that knows its length; this one does not.")

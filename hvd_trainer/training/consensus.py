@@ -47,13 +47,16 @@ class StepConsensus:
         """Make a request of this rank part of the next poll. Safe in a signal handler."""
         self._requested.add(name)
 
-    def poll(self) -> frozenset[str]:
+    def poll(self, *, now: bool = False) -> frozenset[str]:
         """Return what any rank has requested; empty after steps without a poll.
 
         All ranks call it after each step; it is a collective after every n-th.
+
+        Args:
+            now: this rank has no further step, or is the only one: poll whatever the number of the step.
         """
         self._steps_left -= 1
-        if self._steps_left > 0:
+        if self._steps_left > 0 and not now:
             return frozenset()
         requested = [name in self._requested for name in self._names]
         next_steps = self._steps_to_next_poll() if self._backend.world.is_first else 0

@@ -4,36 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from hvd_trainer.backends import Backend
-from hvd_trainer.checkpoint.manager import CheckpointManager
 from hvd_trainer.errors import PreemptedError
 from hvd_trainer.faults.elastic import RescaleError
 from hvd_trainer.faults.preemption import StopRequest, listen_for_signals, requeue
 from hvd_trainer.observe.metrics import Meter
-from hvd_trainer.observe.progress import Progress
 from hvd_trainer.training.consensus import StepConsensus
+from hvd_trainer.training.run import TrainingRun
 
-SAVE, STOP, RESCALE = "save", "stop", "rescale"
+SAVE, STOP, RESCALE, END = "save", "stop", "rescale", "end"
 
 
-@dataclass(eq=False)
 class Interrupts:
-    """Acts on all ranks after the same step on what one rank has noticed.
+    """Acts on all ranks after the same step on what one rank has noticed. Making one is a collective.
 
     SAVE      rank 0's clock: the last checkpoint is older than --save-every-s
     STOP      SIGTERM or SIGUSR1 on any rank: save, and end the job
     RESCALE   horovodrun is about to add or remove ranks: remember this step, and leave the world
+    END       a callback has called `RunView.stop`: train no further
     """
 
-    backend: Backend
-    manager: CheckpointManager
-    progress: Progress
-
-    def __post_init__(self) -> None:
-        self._consensus = StepConsensus(self.backend, [SAVE, STOP, RESCALE])
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
+        self.backend, self.manager, self.progress = run.backend, run.manager, run.progress
+        self._consensus = StepConsensus(self.backend, [SAVE, STOP, RESCALE, END])
         self._signal: StopRequest | None = None
+        # One rank alone may have callbacks.
+        (any_callbacks,) = self.backend.collectives.all_reduce_numbers([run.has_callbacks], "max")
+        self._polls = bool(any_callbacks) or self.manager.is_enabled or self.backend.session.driver is not None
 
     @contextmanager
     def listen(self) -> Iterator[None]:
@@ -51,22 +49,33 @@ class Interrupts:
             PreemptedError: a signal has stopped the job; everything is saved.
             RescaleError: ranks are about to come or go; every rank remembers this step.
         """
-        driver = self.backend.session.driver
-        if not self.manager.is_enabled and driver is None:
+        if not self._polls:
             return
+        driver = self.backend.session.driver
         if self.manager.is_overdue:
             self._consensus.request(SAVE)
         if driver is not None and driver.hosts_changed.is_set():
             self._consensus.request(RESCALE)
-        agreed = self._consensus.poll()
+        if self._run.stop_reason:
+            self._consensus.request(END)
+        agreed = self._consensus.poll(now=bool(self._run.stop_reason) and self.backend.world.size == 1)
         if self._signal is not None:
             self._signal.granted = STOP in agreed
+        if END in agreed:
+            self.agree_to_end()
         self.manager.after_step(meter, save=bool(agreed & {SAVE, STOP}), commit=RESCALE in agreed)
         if STOP in agreed:
             self._stop()
         if RESCALE in agreed:
             self.manager.wait()  # raises if the last checkpoint of this world could not be written
             raise RescaleError(f"after step {self.progress.step:,}")
+
+    def agree_to_end(self) -> None:
+        """End the training here if a callback of any rank has called `RunView.stop`. A collective."""
+        (any_reason,) = self.backend.collectives.all_reduce_numbers([bool(self._run.stop_reason)], "max")
+        if any_reason and not self.progress.stopped:
+            reasons = self.backend.collectives.all_gather_object(self._run.stop_reason)
+            self.progress.stopped = next(filter(None, reasons))
 
     def _stop(self) -> None:
         self.manager.wait()

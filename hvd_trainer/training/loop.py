@@ -40,13 +40,14 @@ class TrainingLoop:
 
     Args:
         run: all its parts, restored.
-        records: one per finished epoch; the loop appends to them.
+        records: one per epoch of earlier parts of this run; the loop appends its own.
     """
 
     def __init__(self, run: TrainingRun, records: list[dict[str, Any]]) -> None:
         self._run = run
         self._records = records
-        self._interrupts = Interrupts(run.backend, run.manager, run.progress)
+        self._resumed = len(records)
+        self._interrupts = Interrupts(run)
         self._epoch_began = 0.0
         # Observers change nothing.
         of_user = [one for one in run.callbacks if not isinstance(one, Observer)]
@@ -83,6 +84,9 @@ class TrainingLoop:
                 record |= self._evaluate()
                 self._finish_epoch(record, is_complete=is_complete)
                 self._records.append(record)
+            if not self._records and run.progress.figures:  # of a finished run in another log folder
+                self._records.append(self._position() | run.progress.figures)
+                self._resumed = 1
             self._finish(started)
         activity.enter("trained")
 
@@ -97,7 +101,7 @@ class TrainingLoop:
         samples_before, self._epoch_began = progress.samples, time.perf_counter()
         with Bar(run.log.prints, progress, run.options.train.epochs, run.train_loader.num_samples) as bar:
             for batches in batches_of_steps:
-                with run.rate.apply(progress.step, run.fraction_done):
+                with run.rate.apply(run.epochs_done):
                     result = run.step(batches, meter, batches_of_steps.prefetch)
                 self._finish_step(batches, result, meter)
                 bar.advance(progress.consumed, meter)
@@ -181,11 +185,13 @@ class TrainingLoop:
         run.backend.activity.enter("save")
         self._record("epoch", record)
         run.say(epoch_line(record, run.options.train.epochs))
-        if is_complete:
-            run.manager.after_epoch(record, last=run.is_over)
         run.backend.activity.enter("callback")
         for callback in run.callbacks:
             callback.on_epoch_end(run, record)
+        self._interrupts.agree_to_end()
+        # Inside an epoch `at_end_of_run` has saved: what callbacks do now, they do again when that epoch ends.
+        if is_complete:
+            run.manager.after_epoch(record, last=run.is_over)
 
     def _common_figures(self, record: Mapping[str, Any]) -> dict[str, float]:
         """Return an epoch's figures; the same on all ranks if the stop condition reads them.
@@ -227,11 +233,15 @@ class TrainingLoop:
         if not run.log.ended:
             end = {key: value for key, value in last.items() if key != "seconds"}
             first = {} if self._first_step_s is None else {"first_step_s": self._first_step_s}
-            self._record("end", self._position() | end | run.manager.figures() | memory | first)
+            stopped = {"stopped": run.progress.stopped} if run.progress.stopped else {}
+            self._record("end", self._position() | end | run.manager.figures() | memory | first | stopped)
         outcome = run.stop_condition.outcome_line(run.progress.figures | last)
         if outcome is not None:
             run.say(outcome)
-        run.say(summary_line(last, time.perf_counter() - started, run.log.folder))
+        if run.progress.stopped:
+            run.say(f"stop     {run.progress.stopped}")
+        trained = last if len(self._records) > self._resumed else {}
+        run.say(summary_line(trained, time.perf_counter() - started, run.log.folder))
 
     def _record(self, event: str, record: dict[str, Any]) -> None:
         self._run.log.record(event, record)

@@ -30,13 +30,14 @@ from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.data import Loader, LoaderPlan, make_loader
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import observer
-from hvd_trainer.observe.callback import Callback, Observer, RunView
+from hvd_trainer.observe.callback import Callback, Observer, RunView, with_state
 from hvd_trainer.observe.memory import PeakMemory
 from hvd_trainer.observe.metrics import Metric
 from hvd_trainer.observe.profile import Profile
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.observe.run_log import RunLog
-from hvd_trainer.optim.learning_rate import Scheduler, StepRate, check_decay, count_warmup_steps, make_scheduler
+from hvd_trainer.observe.trackers import Tracker
+from hvd_trainer.optim.learning_rate import Scheduler, StepRate, check_curves, make_scheduler
 from hvd_trainer.optim.loss_module import place_loss, with_loss
 from hvd_trainer.optim.non_finite import NonFiniteGuard
 from hvd_trainer.optim.replica_guard import ReplicaGuard
@@ -112,6 +113,8 @@ class TrainingRun(RunView):
                 backend.session.monitor.log_folder = options.log.log_dir
             self.observers = list(self._make_observers(message))
             self.callbacks = [*inputs.callbacks, *self.observers]
+            # Trackers neither end a training nor change its data.
+            self.has_callbacks = any(not isinstance(callback, Tracker) for callback in inputs.callbacks)
             has_val = inputs.val_data is not None
             self.train_loader = self._make_loader(inputs.train_data, inputs, shuffle=True)
             self.val_loader = self._make_loader(inputs.val_data, inputs, shuffle=False) if has_val else None
@@ -145,6 +148,7 @@ class TrainingRun(RunView):
             num_workers=train.workers,
             prefetch=train.prefetch,
             batch_transform=inputs.batch_transform,
+            renew_workers=self.has_callbacks,
         )
         return make_loader(data, self.backend, loader_plan, collate=inputs.collate)
 
@@ -193,18 +197,21 @@ class TrainingRun(RunView):
             others={name: part for name, part in parts.items() if part is not None},
             data={"seed": self.options.train.seed, "samples": self.train_loader.num_samples},
             parts=self.placement,
+            callbacks=with_state(self.callbacks),
             reproducible=self.options.train.reproducible is not None,
         )
 
     def _make_rate(self) -> StepRate:
-        train = self.options.train
-        check_decay(train.lr_decay, self.train_loader.num_samples)
+        train, samples = self.options.train, self.train_loader.num_samples
+        check_curves(train, samples)
         return StepRate(
             self.optimizer,
-            self.plan.lr_factor(train.lr_scaling),
-            count_warmup_steps(train.warmup_epochs, self.steps_per_epoch),
-            train.lr_decay,
-            decay_start=train.warmup_epochs / train.epochs,
+            self.progress,
+            factor=self.plan.lr_factor(train.lr_scaling),
+            epochs=train.epochs,
+            warmup_epochs=train.warmup_epochs,
+            step_epochs=1.0 if samples is None else min(1.0, self.plan.global_batch_size / samples),
+            decay=train.lr_decay,
         )
 
     def _make_manager(self, snapshot: InMemorySnapshot) -> CheckpointManager:
@@ -237,22 +244,22 @@ class TrainingRun(RunView):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to train: by epochs, by steps or by the stop condition."""
+        """Whether nothing is left to train: by epochs, by steps, by a callback or by the stop condition."""
         train, progress = self.options.train, self.progress
         ended = progress.epoch >= train.epochs or progress.step >= (train.max_steps or math.inf)
-        return ended or self.stop_condition.is_reached(progress.figures)
+        return ended or bool(progress.stopped) or self.stop_condition.is_reached(progress.figures)
 
     @property
-    def fraction_done(self) -> float:
-        """The fraction of all epochs that is done, from 0 to 1; for a stream in whole epochs."""
+    def epochs_done(self) -> float:
+        """The epochs that are done, with the fraction of the running one; for a stream whole epochs."""
         progress, samples = self.progress, self.train_loader.num_samples
-        of_epoch = 0.0 if samples is None else min(1.0, progress.consumed / samples)
-        return (progress.epoch + of_epoch) / self.options.train.epochs
+        return progress.epoch + (0.0 if samples is None else min(1.0, progress.consumed / samples))
 
     def restore(self) -> None:
         """Resume from the newest snapshot or checkpoint, if there is one. A collective."""
         rate = self.rate.full
-        if self.manager.restore(seed=self.options.train.seed, is_over=lambda: self.is_over):
-            self.rate.resume(self.progress.step, self.fraction_done)
-            if self.rate.full != rate:
-                self.say(f"resume   with the checkpoint's learning rate, {self.rate.full:g}, not {rate:g}")
+        is_restored = self.manager.restore(seed=self.options.train.seed, is_over=lambda: self.is_over)
+        if is_restored and self.rate.full != rate:
+            self.say(f"resume   with the checkpoint's learning rate, {self.rate.full:g}, not {rate:g}")
+        if is_restored and self.progress.stopped:
+            self.say("resume   a callback has ended this training; to train on: --resume-partial callbacks")

@@ -12,8 +12,10 @@ import gc
 import itertools
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from hvd_trainer.config.launch_rules import Launch
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.parser import flatten
 from hvd_trainer.config.rules import check
+from hvd_trainer.errors import OptionError
 from hvd_trainer.launch.slurm import slurm_job
 from hvd_trainer.launch.world import World, detect, is_elastic
 from hvd_trainer.measure.message import Message
@@ -33,6 +36,7 @@ from hvd_trainer.measure.trainer import as_asked
 from hvd_trainer.observe.callback import Callback
 from hvd_trainer.observe.log_handler import install_handler
 from hvd_trainer.observe.metrics import Metric
+from hvd_trainer.observe.run_folder import RESERVED
 from hvd_trainer.observe.summary import facts, startup_summary
 from hvd_trainer.optim.learning_rate import Scheduler
 from hvd_trainer.optim.reproducible import set_cublas_workspace
@@ -43,11 +47,16 @@ from hvd_trainer.training.run import FitInputs, TrainingRun
 
 logger = logging.getLogger(__name__)
 _FITS = itertools.count()
+_finished: set[Path] = set()
+"""The log folders of this process's trainings that have ended."""
 
 
 @dataclass
 class History(Sequence[dict[str, Any]]):
-    """The result of a training: a sequence of one record per epoch, as in metrics.jsonl."""
+    """The result of a training: a sequence of one record per epoch, as in metrics.jsonl.
+
+    A run that is resumed in its log folder has the records of its earlier epochs, too, on all ranks.
+    """
 
     epochs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -60,7 +69,7 @@ class History(Sequence[dict[str, Any]]):
 
     @property
     def end(self) -> dict[str, Any]:
-        """The last epoch's record; empty if there was no epoch left to train."""
+        """The last epoch's record; empty if there is none."""
         return self.epochs[-1] if self.epochs else {}
 
 
@@ -90,6 +99,7 @@ class Trainer:
         self.options = as_asked(options or TrainerOptions(), os.environ)
         self._message = Message.read(os.environ)
         check(self.options, _launch(os.environ))
+        self._own_folders: set[Path] = set()
         if self.options.train.reproducible is not None:
             set_cublas_workspace()
         parallel = self.options.parallel
@@ -149,6 +159,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         collate: Callable[[list[Any]], Any] | None = None,
         batch_transform: Callable[[Any], Any] | None = None,
+        name: str | None = None,
     ) -> History:
         """Train for `options.train.epochs` epochs.
 
@@ -170,9 +181,11 @@ class Trainer:
             batch_transform: converts the inputs of each batch on the training device, such as bytes to normalised
                 floats, which are four times as many bytes to copy there. Random ones belong in the data set, where
                 each sample has its seed.
+            name: of one training among several, such as "fold-2". Its log and checkpoints are in the folder of
+                this name in the log folder, so that each resumes by itself.
 
         Returns:
-            One record per epoch.
+            One record per epoch, of a resumed run also those of the epochs that its log folder has.
         """
         inputs = FitInputs(
             model=model,
@@ -187,14 +200,41 @@ class Trainer:
             collate=collate,
             batch_transform=batch_transform,
         )
-        return self._fit(inputs)
+        return self._fit(inputs, self._named(name))
 
-    def _fit(self, inputs: FitInputs) -> History:
+    def _named(self, name: str | None) -> TrainerOptions:
+        """Return the options of a training, with its own log folder if it has a name.
+
+        Raises:
+            OptionError: the name is none of a folder, or a training of this trainer has the same folder.
+        """
+        options, log_dir = self.options, self.options.log.log_dir
+        if name is not None and (not re.fullmatch(r"\w[\w.+=-]*", name) or name.startswith(RESERVED)):
+            raise OptionError(
+                f"fit(..., name={name!r}): a training is named by letters, digits and any of _ . + = -, such as "
+                f'"fold-2", and not as what is in a log folder ({", ".join(RESERVED)})'
+            )
+        if log_dir is None:
+            return options
+        if name is not None:
+            log_dir = str(Path(log_dir) / name)
+            options = replace(options, log=replace(options.log, log_dir=log_dir))
+        if _absolute(log_dir) in self._own_folders:
+            raise OptionError(
+                f"An earlier fit of this Trainer has its log and its checkpoints in {log_dir}. Give each training "
+                f'a folder of its own, by a name: fit(..., name="fold-2")'
+            )
+        return options
+
+    def _fit(self, inputs: FitInputs, options: TrainerOptions) -> History:
         """Train in one world of ranks after the other; in more than one only in elastic mode."""
         history, snapshot = History(), InMemorySnapshot(fit=next(_FITS))
         while True:
             try:
-                self._fit_in_this_world(inputs, snapshot, history)
+                self._fit_in_this_world(inputs, options, snapshot, history)
+                if options.log.log_dir is not None:
+                    for folders in (_finished, self._own_folders):
+                        folders.add(_absolute(options.log.log_dir))
                 return history
             except Exception as error:
                 # In elastic mode the ranks that stay meet in a new world, and resume from the snapshot.
@@ -203,14 +243,23 @@ class Trainer:
             self.backend.session.join_next_world(self.backend)
             inputs.optimizer.zero_grad(set_to_none=True)
 
-    def _fit_in_this_world(self, inputs: FitInputs, snapshot: InMemorySnapshot, history: History) -> None:
+    def _fit_in_this_world(
+        self, inputs: FitInputs, options: TrainerOptions, snapshot: InMemorySnapshot, history: History
+    ) -> None:
         """Train until the end, or until the ranks change."""
-        with TrainingRun(inputs, self.options, self.backend, message=self._message, snapshot=snapshot) as run:
+        with TrainingRun(inputs, options, self.backend, message=self._message, snapshot=snapshot) as run:
             run.say(startup_summary(run, run.placement.lines()))
             run.restore()
-            run.log.describe(flatten(self.options), facts(run))
+            log_dir = options.log.log_dir
+            if run.is_over and log_dir is not None and _absolute(log_dir) in _finished:
+                raise OptionError(
+                    f"An earlier fit of this process has finished the training in {log_dir}, and nothing is left "
+                    f'to train. Give another training a folder of its own, by a name: fit(..., name="fold-2")'
+                )
+            run.log.describe(flatten(options), facts(run))
             # The epochs after the restored one are trained again.
-            history.epochs = [record for record in history.epochs if record["epoch"] <= run.progress.epoch]
+            kept = [record for record in history.epochs if record["epoch"] <= run.progress.epoch]
+            history.epochs = self.backend.collectives.broadcast_object(run.log.epochs or kept)
             TrainingLoop(run, history.epochs).train()
 
     def say(self, text: str | None) -> None:
@@ -226,3 +275,7 @@ def _launch(environ: MutableMapping[str, str]) -> Launch:
         is_elastic=is_elastic(environ),
         is_queued=slurm_job(environ).job_id is not None,
     )
+
+
+def _absolute(log_dir: str) -> Path:
+    return Path(log_dir).expanduser().absolute()

@@ -19,17 +19,20 @@ from typing import Any
 import pytest
 import torch
 from launchers import QUICKEST, REPOSITORY, command_line, launch, requires, run_ranks
-from records import lines
+from records import OF_ONE_RUN, lines
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from trainings import digest, fit, options_of, signs
 
 from hvd_trainer import Callback, OptionError, RunView, Trainer, accuracy
-from hvd_trainer.config.options import Decay
+from hvd_trainer.config.checks import flag
+from hvd_trainer.config.options import Decay, TrainOptions
 from hvd_trainer.errors import UserError
 from hvd_trainer.jobs.models import conv_net
-from hvd_trainer.optim.learning_rate import StepRate, check_decay, count_warmup_steps
+from hvd_trainer.observe.progress import Progress
+from hvd_trainer.optim.learning_rate import StepRate, check_curves
+from hvd_trainer.training.trainer import _finished
 
 NUM = 40
 
@@ -209,22 +212,100 @@ def test_learning_rates_follow_warmup_and_schedule(trained: dict[str, list[Any]]
     assert runs["half a cosine"]["rates"] == pytest.approx([0.5 * share for share in wave])
 
 
-def test_decay_and_warmup_need_a_known_length() -> None:
-    check_decay("none", None)
-    with pytest.raises(OptionError, match="--lr-decay needs a data set that knows its length"):
-        check_decay("cosine", None)
-    with pytest.raises(OptionError, match="--warmup-epochs needs a data set that knows its length"):
-        count_warmup_steps(0.5, None)
+@pytest.mark.parametrize(("option", "value"), [("lr_decay", "cosine"), ("warmup_epochs", 0.5)])
+def test_decay_and_warmup_need_a_known_length(option: str, value: Any) -> None:
+    check_curves(TrainOptions(), None)
+    with pytest.raises(OptionError, match=f"{flag(option)} needs a data set that knows its length"):
+        check_curves(TrainOptions(**{option: value}), None)
 
 
-@pytest.mark.parametrize(("decay", "rate"), [("none", 1.0), ("linear", 0.75), ("cosine", 0.853553)])
-def test_decay_resumes_with_another_epoch_length(decay: Decay, rate: float) -> None:
-    """Resumed at a quarter of all epochs, with half as many steps in each, a decay had ended at a rate of 0.5."""
+def rate_at(epochs: float, **curves: Any) -> float:
+    """Return the rate of a step after so many of four epochs, where it would be 1 without warm-up and decay."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    step_rate = StepRate(optimizer, 1.0, 0, decay)
-    step_rate.resume(500, 0.25)
-    with step_rate.apply(500, 0.25):
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+    with StepRate(optimizer, Progress(), epochs=4, **curves).apply(epochs):
+        return float(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("steps_per_epoch", [500, 1000])
+@pytest.mark.parametrize(("decay", "rate"), [("none", 1.0), ("linear", 0.75), ("cosine", 0.853553)])
+def test_decay_resumes_with_another_epoch_length(decay: Decay, rate: float, steps_per_epoch: int) -> None:
+    """Resumed at a quarter of all epochs, with half as many steps in each, a decay had ended at a rate of 0.5."""
+    assert rate_at(1.0, step_epochs=1 / steps_per_epoch, decay=decay) == pytest.approx(rate)
+
+
+def resumed_in_warmup(backend: str, folder: str, **options: Any) -> tuple[int, Any]:
+    """Train with warm-up over one epoch; return the rates of all steps, and that of the last line of the log."""
+    run = train(
+        backend, folder, global_batch_size=None, batch_size=4, warmup_epochs=1.0, lr_decay="linear", **options
+    )
+    return run["rank"], (run["rates"], lines(Path(folder))[-1]["lr"])
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("before", [5, 7])
+def test_warmup_resumes_on_half_of_the_ranks(backend: str, before: int, tmp_path: Path) -> None:
+    """Warm-up counted steps, of which one rank has twice as many: the rate was 0.6 of what it should be."""
+    args, ranks = (backend, str(tmp_path)), {"num_processes": 2}
+    for first, *_ in run_ranks(resumed_in_warmup, args=args, kwargs={"max_steps": before}, **ranks):
+        assert first[:5] == pytest.approx([0.5 * (step / 5 + 0.2) / 1.2 for step in range(5)])
+    options = {"resume": "auto"}
+    ((resumed, *_),) = run_ranks(resumed_in_warmup, num_processes=1, args=args, kwargs=options)
+    # A step of one rank is a tenth of an epoch; the second epoch is the decay.
+    done = [before / 5 + step / 10 for step in range(20 - 2 * before)]
+    assert resumed == pytest.approx([0.5 * (2 - epochs) for epochs in done])
+    # Nothing is left to train: the rate is that of the last step, not that of the end of the decay.
+    ((nothing, logged),) = run_ranks(resumed_in_warmup, num_processes=1, args=args, kwargs=options)
+    assert (nothing, logged) == ([], pytest.approx(0.05))
+
+
+class Diverging(nn.Module):
+    """A loss that is infinite in evaluations of the first epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluations = 0
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(outputs, targets)
+        self.evaluations += not torch.is_grad_enabled()
+        return loss if torch.is_grad_enabled() or self.evaluations > 1 else loss * math.inf
+
+
+def train_in_parts(backend: str, folder: str) -> tuple[int, list[list[dict[str, Any]]]]:
+    """Train an epoch, two more, and again when nothing is left, also in another folder; return the records."""
+    log = {"log_dir": folder, "resume": "auto"}
+    elsewhere = {"log_dir": f"{folder}-2", "resume": folder}
+    parts = [
+        *({"epochs": 1, **log}, {"epochs": 3, **log}, {"epochs": 3, **log}),
+        *(
+            {"epochs": 3, **elsewhere},
+            {"epochs": 4, "max_steps": 17, **log},
+            {"epochs": 4, "max_steps": 17, **log},
+        ),
+    ]
+    runs = []
+    for part in parts:
+        _finished.clear()  # each stands for a process of its own
+        runs.append(train(backend, loss=Diverging(), **part))
+    kept = [[{k: v for k, v in r.items() if k not in OF_ONE_RUN} for r in run["records"]] for run in runs]
+    return runs[0]["rank"], kept
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_history_of_a_resumed_run_has_all_epochs(backend: str, size: int, tmp_path: Path) -> None:
+    """The history of a finished run was empty: `fit(...)[-1]["val_loss"]` was an IndexError."""
+    for rank in run_ranks(train_in_parts, num_processes=size, args=(backend, str(tmp_path))):
+        first, all_three, again, elsewhere, longer, finished = rank
+        assert [record["epoch"] for record in all_three] == [1, 2, 3]
+        assert all_three[0] == first[0]
+        assert (first[0]["val_loss"], again) == (math.inf, all_three)
+        figures = ("epoch", "step", "val_loss", "val_accuracy", "train_loss", "lr")
+        assert [elsewhere[-1][name] for name in figures] == [again[-1][name] for name in figures]
+        assert [record["step"] for record in longer] == [5, 10, 15, 17]
+        assert finished == longer
+    events = [(line["event"], line["step"]) for line in lines(tmp_path)]
+    assert events[-3:] == [("epoch", 15), ("epoch", 17), ("end", 17)]
 
 
 def test_records_count_steps_and_samples(trained: dict[str, list[Any]]) -> None:

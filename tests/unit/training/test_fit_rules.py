@@ -49,5 +49,6 @@ OPTIMIZERS = sorted(torch.optim.Optimizer.__subclasses__(), key=lambda kind: kin
 def test_only_lbfgs_needs_a_closure(kind: Any) -> None:
     shape = (2, 2) if kind.__name__ == "Muon" else (2,)
     optimizer = kind([nn.Parameter(torch.zeros(shape))])
-    backend: Any = SimpleNamespace(device=torch.device("cpu")) assert bool(list(fit_mistakes(options_of(), backend,
-        optimizer, torch.nn.functional.mse_loss, []))) == (kind is torch.optim.LBFGS)
+    backend: Any = SimpleNamespace(device=torch.device("cpu"))
+    mistakes = list(fit_mistakes(options_of(), backend, optimizer, nn.functional.mse_loss, []))
+    assert bool(mistakes) == (kind is torch.optim.LBFGS)
