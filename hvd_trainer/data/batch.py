@@ -62,13 +62,31 @@ def samples_in(batch: Any) -> int:
 
 
 def first_samples(batch: Any, count: int) -> Any:
-    """Return the first `count` samples of a batch."""
-    if isinstance(batch, Mapping):
-        return _with_values(batch, {key: first_samples(value, count) for key, value in batch.items()})
-    if isinstance(batch, tuple) and any(isinstance(value, Tensor | Mapping | tuple) for value in batch):
-        values = [first_samples(value, count) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
-    return batch[:count] if isinstance(batch, Tensor | tuple) else batch
+    """Return the first `count` samples of a batch.
+
+    A list or tuple is either of fields, each with all samples, or of samples, such as an image's boxes for each.
+    It is of samples if it has as many values as the batch has samples, and not each of its tensors has.
+    """
+    return _first_of(batch, count, samples_in(batch))
+
+
+def _first_of(value: Any, count: int, samples: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[:count]
+    if isinstance(value, Mapping):
+        return _with_values(value, {key: _first_of(part, count, samples) for key, part in value.items()})
+    if not isinstance(value, list | tuple):
+        return value
+    lengths = [tensor.shape[0] if tensor.ndim else None for tensor in tensors_in(value)]
+    of_samples = len(value) == samples and not (lengths and all(length == samples for length in lengths))
+    if of_samples and not any(_has_length(part, samples) for part in value):
+        return value[:count]
+    parts = [_first_of(part, count, samples) for part in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def _has_length(value: Any, length: int) -> bool:
+    return isinstance(value, list | tuple) and not any(tensors_in(value)) and len(value) == length
 
 
 def _with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:

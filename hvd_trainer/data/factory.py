@@ -65,8 +65,16 @@ def _make_loader(
         )
     if len(data) == 0:
         raise DataError(f"The data set ({kind}) is empty.")
-    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+    if _is_read_as(data, TensorDataset) and len(data.tensors) == 2:
         data = TensorData(*data.tensors, name=kind)
-    if isinstance(data, TensorData) and not plan.num_workers and collate is None:
+    if _is_read_as(data, TensorData) and not plan.num_workers and collate is None:
         return TensorLoader(data, backend, plan)
     return DatasetLoader(data, backend, plan, collate)
+
+
+def _is_read_as(data: Any, base: type) -> bool:
+    """Whether the samples of a data set are those of a class: it derives from it, and reads none by itself."""
+    methods = ("__getitem__", "__getitems__", "__len__")
+    return isinstance(data, base) and all(
+        getattr(type(data), method, None) is getattr(base, method, None) for method in methods
+    )

@@ -228,13 +228,12 @@ class _SeededDataset(Dataset[Any]):
             return self._samples(places)
 
     def _samples(self, places: Sequence[tuple[int, int]]) -> list[Any]:
-        if hasattr(self._data, "__getitems__"):
-            seed_all(derive_seed(self._seed, *places[0]), CPU)
-            return list(self._data.__getitems__([index for _, index in places]))
+        several = getattr(self._data, "__getitems__", None)
         samples = []
         for epoch, index in places:
             seed_all(derive_seed(self._seed, epoch, index), CPU)
-            samples.append(self._data[index])
+            # One at a time: what a call for several draws would depend on the size of the batch.
+            samples += [self._data[index]] if several is None else several([index])
         return samples
 
 
