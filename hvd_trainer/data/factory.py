@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -13,6 +13,8 @@ from hvd_trainer.data.dataset import TensorData
 from hvd_trainer.data.loader import DatasetLoader, Loader, LoaderPlan, TensorLoader
 from hvd_trainer.data.stream import StreamLoader
 from hvd_trainer.errors import DataError, OptionError
+
+T = TypeVar("T")
 
 
 def make_loader(
@@ -72,7 +74,7 @@ def _make_loader(
     return DatasetLoader(data, backend, plan, collate)
 
 
-def _is_read_as(data: Any, base: type) -> bool:
+def _is_read_as(data: Any, base: type[T]) -> TypeGuard[T]:
     """Whether the samples of a data set are those of a class: it derives from it, and reads none by itself."""
     methods = ("__getitem__", "__getitems__", "__len__")
     return isinstance(data, base) and all(

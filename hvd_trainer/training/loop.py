@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hvd_trainer.backends import StepResult
-from hvd_trainer.data import Batch, samples_in
+from hvd_trainer.data import Batch, samples_taken
 from hvd_trainer.data.step_batches import StepBatches, repeat_first
 from hvd_trainer.errors import NonFiniteError
 from hvd_trainer.launch.world import World
@@ -132,7 +132,7 @@ class TrainingLoop:
 
     def _finish_step(self, batches: list[Batch], result: StepResult, meter: Meter) -> None:
         run, progress = self._run, self._run.progress
-        samples = sum(map(samples_in, batches)) * run.placement.shard.size
+        samples = sum(samples_taken(batch, run.placement.shard.size) for batch in batches)
         progress.step += 1
         progress.consumed += samples
         progress.samples += samples
