@@ -1,6 +1,6 @@
 """Data for one rank: which samples it takes, and how it loads them."""
 
-from hvd_trainer.data.batch import Batch, samples_in
+from hvd_trainer.data.batch import Batch, mean_samples, samples_in, samples_taken
 from hvd_trainer.data.batch_source import BatchSource
 from hvd_trainer.data.dataset import Normalise, TensorData
 from hvd_trainer.data.factory import make_loader
@@ -16,6 +16,8 @@ __all__ = [
     "Normalise",
     "TensorData",
     "make_loader",
+    "mean_samples",
     "once_per_node",
     "samples_in",
+    "samples_taken",
 ]

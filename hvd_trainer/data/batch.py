@@ -15,6 +15,26 @@ from hvd_trainer.utils.tensors import tensors_in
 Batch = tuple[Any, Any]
 
 
+class CountedBatch(tuple[Any, Any]):
+    """A batch whose number of samples is not its length on each rank: of a stream, or from a `collate`.
+
+    Attributes:
+        samples: in it.
+        mean_samples: in the batches of all shards for the same pass, on average.
+        taken: samples of the epoch that all shards together have taken for this pass.
+    """
+
+    def __new__(cls, pair: Batch, samples: int, taken: int) -> CountedBatch:
+        """Return a batch of one shard; `mean_samples` and `taken` are known when shards have agreed."""
+        batch = super().__new__(cls, pair)
+        batch.samples, batch.mean_samples, batch.taken = samples, float(samples), taken
+        return batch
+
+    samples: int
+    mean_samples: float
+    taken: int
+
+
 def as_pair(batch: Any) -> Batch:
     """Return a batch as a tuple of inputs and targets.
 
@@ -47,11 +67,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def samples_in(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of its first tensor.
+    """Return the number of samples in a batch: as it was counted, or the length of its first tensor.
 
     Raises:
         DataError: there is no tensor in it.
     """
+    if isinstance(batch, CountedBatch):
+        return batch.samples
     # Asked for several times a step: the common pair of tensors without a generator.
     first = batch[0] if isinstance(batch, tuple) and batch else batch
     if isinstance(first, Tensor):
@@ -61,14 +83,54 @@ def samples_in(batch: Any) -> int:
     raise DataError(f"A batch should hold tensors, but this {type(batch).__name__} has none.")
 
 
+def mean_samples(batch: Batch) -> float:
+    """Return the samples in the batches of all shards for the same pass, on average."""
+    return batch.mean_samples if isinstance(batch, CountedBatch) else samples_in(batch)
+
+
+def samples_taken(batch: Batch, shards: int) -> int:
+    """Return how many samples of the epoch all shards together have taken for a pass."""
+    return batch.taken if isinstance(batch, CountedBatch) else samples_in(batch) * shards
+
+
+def collated_samples(batch: Batch, given: int) -> int:
+    """Return the samples in a batch that a `collate` made of `given`: fewer, if it has dropped some.
+
+    It has if inputs and targets both begin with tensors of the same smaller length. Any other length is no number
+    of samples, such as that of packed tokens, or of sequences before samples.
+    """
+    lengths = [next((tensor.shape[:1] for tensor in tensors_in(part)), None) for part in batch]
+    seen = set(lengths)
+    dropped = len(seen) == 1 and lengths[0] and lengths[0][0] < given
+    return lengths[0][0] if dropped and lengths[0] else given
+
+
 def first_samples(batch: Any, count: int) -> Any:
-    """Return the first `count` samples of a batch."""
-    if isinstance(batch, Mapping):
-        return _with_values(batch, {key: first_samples(value, count) for key, value in batch.items()})
-    if isinstance(batch, tuple) and any(isinstance(value, Tensor | Mapping | tuple) for value in batch):
-        values = [first_samples(value, count) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
-    return batch[:count] if isinstance(batch, Tensor | tuple) else batch
+    """Return the first `count` samples of a batch.
+
+    A list or tuple is either of fields, each with all samples, or of samples, such as an image's boxes for each.
+    It is of samples if it has as many values as the batch has samples, and not each of its tensors has.
+    """
+    return _first_of(batch, count, samples_in(batch))
+
+
+def _first_of(value: Any, count: int, samples: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[:count]
+    if isinstance(value, Mapping):
+        return _with_values(value, {key: _first_of(part, count, samples) for key, part in value.items()})
+    if not isinstance(value, list | tuple):
+        return value
+    lengths = [tensor.shape[0] if tensor.ndim else None for tensor in tensors_in(value)]
+    of_samples = len(value) == samples and not (lengths and all(length == samples for length in lengths))
+    if of_samples and not any(_has_length(part, samples) for part in value):
+        return value[:count]
+    parts = [_first_of(part, count, samples) for part in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def _has_length(value: Any, length: int) -> bool:
+    return isinstance(value, list | tuple) and not any(tensors_in(value)) and len(value) == length
 
 
 def _with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:

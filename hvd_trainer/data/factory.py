@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -13,6 +13,8 @@ from hvd_trainer.data.dataset import TensorData
 from hvd_trainer.data.loader import DatasetLoader, Loader, LoaderPlan, TensorLoader
 from hvd_trainer.data.stream import StreamLoader
 from hvd_trainer.errors import DataError, OptionError
+
+T = TypeVar("T")
 
 
 def make_loader(
@@ -65,8 +67,16 @@ def _make_loader(
         )
     if len(data) == 0:
         raise DataError(f"The data set ({kind}) is empty.")
-    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+    if _is_read_as(data, TensorDataset) and len(data.tensors) == 2:
         data = TensorData(*data.tensors, name=kind)
-    if isinstance(data, TensorData) and not plan.num_workers and collate is None:
+    if _is_read_as(data, TensorData) and not plan.num_workers and collate is None:
         return TensorLoader(data, backend, plan)
     return DatasetLoader(data, backend, plan, collate)
+
+
+def _is_read_as(data: Any, base: type[T]) -> TypeGuard[T]:
+    """Whether the samples of a data set are those of a class: it derives from it, and reads none by itself."""
+    methods = ("__getitem__", "__getitems__", "__len__")
+    return isinstance(data, base) and all(
+        getattr(type(data), method, None) is getattr(base, method, None) for method in methods
+    )

@@ -6,6 +6,7 @@ device; `evaluation()` yields its share of all samples, each exactly once.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
 from hvd_trainer.backends import Backend
-from hvd_trainer.data.batch import Batch, as_pair
+from hvd_trainer.data.batch import Batch, CountedBatch, as_pair, collated_samples
 from hvd_trainer.data.dataset import TensorData
 from hvd_trainer.data.shard import (
     BatchKey,
@@ -29,7 +30,6 @@ from hvd_trainer.data.shard import (
     training_batches,
     training_share,
 )
-from hvd_trainer.data.shared_batches import SharedBatches
 from hvd_trainer.data.transfer import Transfer
 from hvd_trainer.errors import DataError, first_line
 from hvd_trainer.faults import preemption
@@ -72,6 +72,36 @@ class DataShard(NamedTuple):
 
     number: int
     size: int
+
+
+class Given(NamedTuple):
+    """What `Collate` makes: a batch, and what it was made of."""
+
+    samples: int
+    first: Any
+    """what `stream.First` tells of the stream; None: not its first batch"""
+    batch: Any
+
+
+class Collate:
+    """Make batches, with the number of samples that each was made of; for `DataLoader(collate_fn=)`."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
+        self._collate = default_collate if collate is None else collate
+
+    def __call__(self, samples: list[Any]) -> Given:
+        first = None
+        if isinstance(samples[0], First):
+            first, samples[0] = samples[0]
+        return Given(len(samples), first, self._collate(samples))
+
+
+class First(NamedTuple):
+    """The first sample that a rank or its loader process takes from a stream."""
+
+    digest: str
+    """of the stream's first sample"""
+    sample: Any
 
 
 class Loader(ABC):
@@ -147,6 +177,42 @@ class Loader(ABC):
 
     def _to_device(self, batches: Iterable[Any]) -> Iterator[Batch]:
         return self._transformed(map(as_pair, self._transfer.move(batches)))
+
+    def _with_counts(self, batches: Iterable[Given]) -> Iterator[CountedBatch]:
+        """Yield batches on the device, with the number of samples that each was made of."""
+        transform = self.plan.batch_transform
+        for given, _, batch in self._transfer.move(batches):
+            inputs, targets = as_pair(batch)
+            samples = collated_samples((inputs, targets), given)
+            if samples == 0:
+                raise DataError(
+                    f"collate made a batch without samples of {given} of {self.name}: let it keep one at least."
+                )
+            yield CountedBatch((inputs if transform is None else transform(inputs), targets), samples, given)
+
+    def _agreed(self, batches: Iterator[CountedBatch], empty: str | None) -> Iterator[CountedBatch]:
+        """Yield batches, each with what those of all ranks have together; end when a rank has none. A collective.
+
+        Ranks agree on the host while accelerators still compute the step before, because the loop asks for a batch
+        one step ahead.
+
+        Args:
+            empty: the text of the error; None: there may be no batch.
+
+        Raises:
+            DataError: a rank has no batch at all.
+        """
+        collectives, ranks = self.backend.collectives, self.backend.world.size
+        for number in itertools.count():
+            batch = next(batches, None)
+            own = [0, 0, 0] if batch is None else [1, batch.samples, batch.taken]
+            having, samples, taken = collectives.all_reduce_numbers(own)
+            if having < ranks and number == 0 and empty is not None:
+                raise DataError(empty)
+            if batch is None or having < ranks:
+                return
+            batch.mean_samples, batch.taken = samples / ranks, round(taken * self._shard.size / ranks)
+            yield batch
 
     def _transformed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         transform = self.plan.batch_transform
@@ -230,13 +296,12 @@ class _SeededDataset(Dataset[Any]):
             return self._samples(places)
 
     def _samples(self, places: Sequence[tuple[int, int]]) -> list[Any]:
-        if hasattr(self._data, "__getitems__"):
-            seed_all(derive_seed(self._seed, *places[0]), CPU)
-            return list(self._data.__getitems__([index for _, index in places]))
-        samples = []
+        several = getattr(self._data, "__getitems__", None)
+        samples: list[Any] = []
         for epoch, index in places:
             seed_all(derive_seed(self._seed, epoch, index), CPU)
-            samples.append(self._data[index])
+            # One at a time: what a call for several draws would depend on the size of the batch.
+            samples += [self._data[index]] if several is None else several([index])
         return samples
 
 
@@ -252,20 +317,24 @@ class DatasetLoader(Loader):
     ) -> None:
         super().__init__(data, len(data), backend, plan)
         self._sampler = _BatchSampler()
+        # Batches of PyTorch's collate have as many samples as were asked for, on all ranks.
+        self._is_counted = collate is not None
+        counting = Collate(collate) if self._is_counted else None
         self._loader = torch_loader(
-            _SeededDataset(data, plan.seed), backend, plan, collate, batch_sampler=self._sampler
+            _SeededDataset(data, plan.seed), backend, plan, counting, batch_sampler=self._sampler
         )
         self.num_workers = self._loader.num_workers
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
-        return self._pass(epoch, self._training(epoch, consumed))
+        batches = self._pass(epoch, self._training(epoch, consumed))
+        return self._agreed(batches, None) if self._is_counted else batches
 
     def evaluation(self) -> Iterator[Batch]:
         return self._pass(EVALUATION, self._evaluation())
 
-    def _pass(self, epoch: int, batches: Iterable[tuple[BatchKey, Tensor]]) -> Iterator[Batch]:
+    def _pass(self, epoch: int, batches: Iterable[tuple[BatchKey, Tensor]]) -> Iterator[Any]:
         self._sampler.epoch, self._sampler.batches = epoch, batches
-        return self._to_device(self._loader)
+        return self._with_counts(self._loader) if self._is_counted else self._to_device(self._loader)
 
 
 # A fork server imports this once, and PyTorch with it. By default it imports no more than the main module: where
@@ -310,7 +379,7 @@ def torch_loader(
         batch_sampler=batch_sampler,
         num_workers=num_workers,
         prefetch_factor=plan.prefetch if num_workers else None,
-        collate_fn=SharedBatches(collate) if num_workers else collate,
+        collate_fn=collate,
         pin_memory=not accelerator.is_host(backend.device),
         persistent_workers=num_workers > 0 and batch_sampler is not None and not plan.renew_workers,
         worker_init_fn=preemption.init_loader_worker,

@@ -9,17 +9,33 @@ The global batch of a step is the next slice of the stream, whatever the number 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hvd_trainer.backends import Backend
-from hvd_trainer.data.batch import Batch, first_samples, samples_in
-from hvd_trainer.data.loader import CPU, EVALUATION, Loader, LoaderPlan, torch_loader
+from hvd_trainer.data.batch import Batch, CountedBatch, first_samples, samples_in
+from hvd_trainer.data.loader import (
+    CPU,
+    EVALUATION,
+    Collate,
+    DataShard,
+    First,
+    Given,
+    Loader,
+    LoaderPlan,
+    torch_loader,
+)
 from hvd_trainer.errors import DataError, OptionError
 from hvd_trainer.utils.rng import derive_seed, iterate_isolated, seed_all
+from hvd_trainer.utils.tensors import as_bytes
 
 
 class _Stream(IterableDataset[Any]):
@@ -33,22 +49,31 @@ class _Stream(IterableDataset[Any]):
         worker = get_worker_info()
         workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
         if worker:
-            # The same seed in all workers, because each reads all samples, whichever one yields a sample.
+            # Each worker reads all samples, whichever one yields a sample: with the same seed, and as if it were
+            # the only one. A stream that shares itself out among the workers would leave out the others' parts.
+            for name, value in {"id": 0, "num_workers": 1, "seed": self.seed}.items():
+                object.__setattr__(worker, name, value)  # its own refuses
             seed_all(self.seed, CPU)
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(self.epoch)
-        for position, sample in enumerate(itertools.islice(self.data, self.consumed, None)):
+        digest, is_first = "", True
+        for position, sample in enumerate(self.data, -self.consumed):
+            if position == -self.consumed:
+                digest = digest_of(sample)
             step, place = divmod(position, self.batch_size * self.size)
-            if step % workers == number and place % self.size == self.rank:
-                yield sample
+            if position >= 0 and step % workers == number and place % self.size == self.rank:
+                yield First(digest, sample) if is_first else sample
+                is_first = False
 
 
 class StreamLoader(Loader):
     """Load an `IterableDataset`, of which every rank and worker reads all samples and takes its share.
 
-    Training leaves out fewer samples per epoch than there are ranks, evaluation none.
+    A data set that gives each rank other samples says so by an attribute `shards_by_rank = True`: then each rank
+    takes all that it is given. With False, ranks may read other values for the same samples.
 
-    `set_epoch` of a data set that has it is called before each pass.
+    Training leaves out fewer samples per epoch than there are ranks, evaluation none. `set_epoch` of a data set
+    that has it is called before each pass.
     """
 
     def __init__(
@@ -63,31 +88,81 @@ class StreamLoader(Loader):
             raise OptionError(
                 f"--reproducible needs a data set with a length and an order, and {self.name} is a stream."
             )
-        self._stream = _Stream(data, *self._shard, plan.batch_size)
+        shards_by_rank = getattr(data, "shards_by_rank", None)
+        if shards_by_rank and self._shard.size != backend.world.size:
+            raise OptionError(
+                f"--stages gives several ranks the same samples, and {self.name} gives each rank others "
+                f"(shards_by_rank): let it give all samples, or leave out --stages."
+            )
+        self._is_compared = shards_by_rank is None
+        self._given_to = self._shard.size if shards_by_rank else 1
+        shard = DataShard(0, 1) if shards_by_rank else self._shard
+        self._stream = _Stream(data, *shard, plan.batch_size)
         # Workers have copies of the data set, so they are started again in each epoch to know its number.
-        self._loader = torch_loader(self._stream, backend, plan, collate, batch_size=plan.batch_size)
+        self._loader = torch_loader(self._stream, backend, plan, Collate(collate), batch_size=plan.batch_size)
         self.num_workers = self._loader.num_workers
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
         # An interruption may have come after the last batch of an epoch.
         empty = None if consumed else f"{self.name} gave fewer samples than there are ranks: nothing to train on."
-        return equal_batches(self._pass(epoch, consumed), self.backend, empty)
+        return self._agreed(self._pass(epoch, consumed), empty)
 
     def evaluation(self) -> Iterator[Batch]:
         return self._pass(EVALUATION, 0)
 
-    def _pass(self, epoch: int, consumed: int) -> Iterator[Batch]:
-        """Read the stream once, with random transforms seeded by seed, epoch and shard.
+    def _pass(self, epoch: int, consumed: int) -> Iterator[CountedBatch]:
+        """Read the stream once, with random numbers seeded by seed and epoch: the same on all ranks.
 
-        They also run on skipped samples, so that a resumed pass continues with the same random numbers; those
-        that a `collate` draws are not drawn again.
+        They are also drawn for skipped samples, so that a resumed pass continues with the same ones; those
+        that a `collate` draws are not drawn again. A collective.
         """
-        self._stream.consumed = consumed
+        self._stream.consumed = consumed // self._given_to
         if epoch != EVALUATION:
             self._stream.epoch = epoch
-        self._stream.seed = seed = derive_seed(self.plan.seed, epoch, self._shard.number)
-        batches = self._to_device(self._loader)
+        self._stream.seed = seed = derive_seed(self.plan.seed, epoch)
+        batches = self._with_counts(self._same_everywhere())
         return batches if self._loader.num_workers else iterate_isolated(batches, seed, CPU)
+
+    def _same_everywhere(self) -> Iterator[Given]:
+        """Yield batches, once all ranks are known to read the same stream. A collective.
+
+        Raises:
+            DataError: a rank's stream, or that of one of its workers, begins with another sample.
+        """
+        batches: Iterator[Given] = iter(self._loader)
+        start = next(batches, None)
+        own = None if start is None else start.first
+        if self._is_compared:
+            begin = set(self.backend.collectives.all_gather_object(own)) - {None}
+            if len(begin) > 1:
+                raise DataError(
+                    f"{self.name} begins with another sample on each rank, and each was to read all samples and "
+                    f"take its share. If it shares itself out among ranks, write shards_by_rank = True in its "
+                    f"class, or leave that to the trainer. If it draws other numbers on each rank for the same "
+                    f"samples, write shards_by_rank = False."
+                )
+        for batch in () if start is None else itertools.chain([start], batches):
+            if self._is_compared and batch.first not in (None, own):
+                raise DataError(
+                    f"{self.name} begins with another sample in each loader process, and each was to read all "
+                    f"samples and take its share. Let it give all, or load without processes: --workers 0."
+                )
+            yield batch
+
+
+def digest_of(sample: Any) -> str:
+    """Return a digest of the values in a sample; of an object of another kind its type counts."""
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf in tree_leaves(sample):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            digest.update(as_bytes(leaf.detach().cpu().contiguous()).numpy().tobytes())
+        elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
+            digest.update(leaf.tobytes())
+        elif isinstance(leaf, str | bytes | int | float | np.generic):
+            digest.update(repr(leaf).encode())
+        else:
+            digest.update(type(leaf).__name__.encode())
+    return digest.hexdigest()
 
 
 def equal_batches(batches: Iterator[Batch], backend: Backend, empty: str | None) -> Iterator[Batch]:

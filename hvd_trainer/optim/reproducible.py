@@ -33,7 +33,7 @@ from torch import Tensor
 
 from hvd_trainer.backends import StepResult
 from hvd_trainer.backends.buffers import statistics_of
-from hvd_trainer.data import Batch, samples_in
+from hvd_trainer.data import Batch, mean_samples, samples_in
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.optim.weights import Share
@@ -85,7 +85,7 @@ class ReproducibleStep(TrainStep):
         """Return what each batch is of the step of all ranks: their gradients are added, not averaged."""
         if self.weight is not None:
             return super().shares(batches)
-        total = sum(map(samples_in, batches)) * self.backend.world.size
+        total = sum(map(mean_samples, batches)) * self.backend.world.size
         return [Share(samples_in(batch) / total) for batch in batches]
 
     def mean_weight(self, weights: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_trainer.backends import Backend, StepResult
-from hvd_trainer.data import Batch, samples_in
+from hvd_trainer.data import Batch, mean_samples, samples_in
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.optim.loss_module import is_trained
@@ -125,9 +125,8 @@ class TrainStep(StepParts):
     def shares(self, batches: list[Batch]) -> list[Share]:
         """Return what each batch is of the step. With a weight function a collective."""
         if self.weight is None:
-            samples = [samples_in(batch) for batch in batches]
-            whole = sum(samples)
-            return [Share(number / whole) for number in samples]
+            whole = sum(map(mean_samples, batches))
+            return [Share(samples_in(batch) / whole) for batch in batches]
         self._weights = tuple(weight_of(self.weight, batch, self.backend.device) for batch in batches)
         self.backend.activity.enter("collective")
         weights = torch.stack(self._weights)

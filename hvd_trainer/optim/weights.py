@@ -5,7 +5,7 @@
 
 Each rank adds up its passes, and the engine averages over n ranks. So a pass's loss is multiplied by its weight,
 n / 160 here, before backward: gradients come out right, and loss scaling, compression and clipping need not know.
-Samples need no exchange, because all ranks have equally many in a step.
+Samples need no exchange: all ranks have equally many in a step, or the loader says how many they have on average.
 """
 
 from __future__ import annotations

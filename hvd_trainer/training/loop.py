@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hvd_trainer.backends import StepResult
-from hvd_trainer.data import Batch, samples_in
+from hvd_trainer.data import Batch, samples_taken
 from hvd_trainer.data.step_batches import StepBatches, repeat_first
 from hvd_trainer.errors import NonFiniteError
 from hvd_trainer.launch.world import World
@@ -143,7 +143,7 @@ class TrainingLoop:
 
     def _finish_step(self, batches: list[Batch], result: StepResult, meter: Meter) -> None:
         run, progress = self._run, self._run.progress
-        samples = sum(map(samples_in, batches)) * run.placement.shard.size
+        samples = sum(samples_taken(batch, run.placement.shard.size) for batch in batches)
         progress.step += 1
         progress.consumed += samples
         progress.samples += samples

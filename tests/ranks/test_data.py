@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import data_checks
 import pytest
 import torch.distributed as dist
-from data_checks import BATCH, FEW, NUM, STREAMS
+from data_checks import BATCH, FEW, NUM, STREAMS, WAYS
 from launchers import QUICKEST, requires, run_ranks
 
 from hvd_trainer import backends
@@ -42,7 +43,7 @@ def facts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def step_of(facts: list[Any], number: int) -> list[int]:
     """Return the samples of all ranks in one step, in the order of the epoch."""
     parts = [batches[number] for batches in facts]
-    return [sample for row in zip(*parts, strict=True) for sample in row]
+    return [sample for row in zip_longest(*parts) for sample in row if sample is not None]
 
 
 def test_all_loaders_give_the_same_batches(facts: list[dict[str, Any]]) -> None:
@@ -81,9 +82,37 @@ def test_streams_are_sharded_and_end_together(facts: list[dict[str, Any]], kind:
         for number, (epoch, consumed) in enumerate(((0, 0), (1, 0), (1, later))):
             mine = [rank[kind][count, workers][number] for rank in facts]
             expected = [i + 100 * epoch for i in range(consumed, count)]
-            assert len({tuple(map(len, batches)) for batches in mine}) == 1, "ranks of unequal steps hang"
+            assert len({len(batches) for batches in mine}) == 1, "ranks of unequal steps hang"
             found = [i for step in range(len(mine[0])) for i in step_of(mine, step)]
-            assert found == expected[: len(expected) // size * size]
+            rest = len(expected) % (BATCH * size if kind == "streams" else size)
+            assert found == expected[: len(expected) - (rest if rest < size else 0)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_streams_that_shard_themselves_lose_no_sample(facts: list[dict[str, Any]], way: str) -> None:
+    """A stream that gives each worker or rank a part of its own lost the others' parts: 16 of 64 samples."""
+    for workers in (0, 2, 4):
+        for rank in facts:
+            if len(facts) > 1 and way in ("rank", "both"):
+                assert all(
+                    "Parts begins with another sample on each rank" in text for text in rank["undeclared"][way]
+                )
+            assert not rank["sharding"][way, workers][2], "counts what all ranks have taken"
+        for number in range(2):
+            found = sorted(i for rank in facts for i in rank["sharding"][way, workers][number])
+            assert found == list(range(24 * len(facts)))
+
+
+def test_a_collate_that_drops_is_counted_by_what_it_was_given(facts: list[dict[str, Any]]) -> None:
+    """Each rank counted its own: the learning rate differed by rank, and a resume skipped a wrong number."""
+    size = len(facts)
+    for kind in ("list", "stream"):
+        counts = [rank["dropped"][kind] for rank in facts]
+        assert sum(taken for _, _, taken in counts[0]) == 24
+        assert all([taken for _, _, taken in each] == [taken for _, _, taken in counts[0]] for each in counts)
+        for step in zip(*counts, strict=True):
+            assert {mean for _, mean, _ in step} == {sum(samples for samples, _, _ in step) / size}
+        assert sum(samples for each in counts for samples, _, _ in each) == 19
 
 
 def test_stream_shorter_than_the_ranks_is_an_error_on_all(facts: list[dict[str, Any]]) -> None:

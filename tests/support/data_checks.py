@@ -10,11 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from hvd_trainer import backends
 from hvd_trainer.backends import Backend, EngineOptions
-from hvd_trainer.data import DataShard, Loader, LoaderPlan, TensorData, make_loader, once_per_node
+from hvd_trainer.data import (
+    DataShard,
+    Loader,
+    LoaderPlan,
+    TensorData,
+    make_loader,
+    mean_samples,
+    once_per_node,
+    samples_in,
+    samples_taken,
+)
 from hvd_trainer.errors import DataError
 
 NUM, FEW, BATCH = 23, 2, 4
@@ -49,6 +59,57 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[Tensor, dict[str, int]]]:
         for number in range(self.count):
             yield torch.tensor([number]), {"id": number + 100 * self.epoch}
+
+
+WAYS = ("none", "worker", "rank", "both")
+
+
+class Parts(IterableDataset[Any]):
+    """A stream that gives each worker, each rank, or each worker of each rank a part of its own."""
+
+    def __init__(self, way: str, rank: int, size: int) -> None:
+        self.way, self.rank, self.size, self.count = way, rank, size, 24 * size
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        info = get_worker_info()
+        number, workers = (info.id, info.num_workers) if info and self.way in ("worker", "both") else (0, 1)
+        rank, size = (self.rank, self.size) if self.way in ("rank", "both") else (0, 1)
+        for i in range(rank * workers + number, self.count, size * workers):
+            yield torch.zeros(1), i
+
+
+def drop(samples: list[Any]) -> Any:
+    """Drop every fifth sample."""
+    return default_collate([sample for sample in samples if int(sample[0]) % 5])
+
+
+def sharding(backend: Backend, way: str, workers: int) -> tuple[list[int], list[int], int]:
+    """Return the samples of a training and of an evaluation, and the samples that no rank has counted."""
+    data = Parts(way, backend.world.rank, backend.world.size)
+    if way in ("rank", "both"):
+        data.shards_by_rank = True
+    mine = loader(backend, data, workers)
+    batches = list(mine.epoch(0))
+    left = data.count - sum(samples_taken(batch, backend.world.size) for batch in batches)
+    return sum(taken(iter(batches)), []), sum(taken(mine.evaluation()), []), left
+
+
+def undeclared(backend: Backend, way: str) -> list[str]:
+    found = []
+    mine = loader(backend, Parts(way, backend.world.rank, backend.world.size))
+    for batches in (mine.epoch(0), mine.evaluation()):
+        try:
+            taken(batches)
+        except DataError as error:
+            found.append(str(error))
+    return found
+
+
+def dropped(backend: Backend, data: Any) -> list[tuple[int, float, int]]:
+    """Return of each batch its samples, their mean over ranks, and those taken by all ranks."""
+    plan = LoaderPlan(BATCH, seed=5, num_workers=0)
+    batches = make_loader(data, backend, plan, collate=drop).epoch(0)
+    return [(samples_in(b), mean_samples(b), samples_taken(b, backend.world.size)) for b in batches]
 
 
 class Batches:
@@ -88,6 +149,12 @@ def report(backend_name: str, folder: str) -> tuple[int, dict[str, Any]]:
             "streams": {case: streams(backend, Stream(case[0]), workers=case[1]) for case in STREAMS},
             "sources": {case: streams(backend, Batches(case[0]), later) for case in STREAMS},
             "sized sources": {case: streams(backend, SizedBatches(case[0]), later) for case in STREAMS},
+            "sharding": {(way, workers): sharding(backend, way, workers) for way in WAYS for workers in (0, 2, 4)},
+            "undeclared": {way: undeclared(backend, way) for way in ("rank", "both")},
+            "dropped": {
+                "list": dropped(backend, [(torch.tensor([float(i)]), i) for i in range(24)]),
+                "stream": dropped(backend, Stream(24)),
+            },
             "too short": too_short(backend),
             "seeds": taken(loader(backend, Seeds(), 1).evaluation()),
             "once": once(backend, Path(folder)),

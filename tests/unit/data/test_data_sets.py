@@ -20,7 +20,7 @@ import torch
 import trainings
 from data_checks import Batches, SizedBatches, Stream, numbers
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from hvd_trainer import Callback, RunView
 from hvd_trainer.backends import Backend
@@ -209,6 +209,57 @@ def test_inputs_may_be_mappings_that_are_no_dictionaries() -> None:
     part, moved = first_samples((inputs, torch.zeros(3)), 2)[0], to_device((inputs, 1), torch.device("meta"))[0]
     assert type(part) is type(moved) is UserDict, "a model may ask for its attributes"
     assert (len(part["x"]), moved["x"].is_meta, len(inputs["x"])) == (2, True, 3)
+
+
+class Shifted(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = super().__getitem__(index)
+        return inputs + 1000, targets
+
+
+class ShiftedData(data_checks.TensorData):
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = super().__getitem__(index)
+        return inputs + 1000, targets
+
+
+@pytest.mark.parametrize("kind", [Shifted, ShiftedData])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_subclass_reads_its_own_samples(kind: Any, workers: int, lone_backend: Backend) -> None:
+    """Its tensors were taken as they are."""
+    loader = make_loader(kind(torch.zeros(4, 1), torch.zeros(4)), lone_backend, LoaderPlan(4, num_workers=workers))
+    assert [inputs.unique().tolist() for inputs, _ in loader.epoch(0)] == [[1000.0]]
+
+
+class Noisy(Dataset[Any]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(1), torch.tensor(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_random_samples_of_a_subset_do_not_depend_on_the_batch_size(workers: int, lone_backend: Backend) -> None:
+    """A subset gives several samples at once, and only the first of a batch was seeded."""
+    found = []
+    for data, batch_size in ((Noisy(), 4), (Subset(Noisy(), range(16)), 4), (Subset(Noisy(), range(16)), 7)):
+        batches = make_loader(data, lone_backend, LoaderPlan(batch_size, num_workers=workers)).epoch(0)
+        found.append({int(i): float(x) for xs, targets in batches for x, i in zip(xs, targets, strict=True)})
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0].values())) == 16
+
+
+def test_first_samples_are_taken_at_any_depth() -> None:
+    """Lists were left whole: inputs of 3 samples and targets of 5."""
+    x = torch.zeros(5, 2)
+    boxes = [{"boxes": torch.zeros(number, 4)} for number in (1, 0, 5, 2, 3)]
+    batch = {"a": [x, [x, {"b": [x]}]], "names": list("abcde")}, [x, boxes, (tuple("abcde"), list("abcde"))]
+    inputs, targets = first_samples(batch, 3)
+    tensors = (inputs["a"][0], inputs["a"][1][0], inputs["a"][1][1]["b"][0], targets[0])
+    assert [len(tensor) for tensor in tensors] == [3, 3, 3, 3]
+    assert (inputs["names"], targets[2]) == (list("abc"), (tuple("abc"), list("abc")))
+    assert [len(each["boxes"]) for each in targets[1]] == [1, 0, 5]
 
 
 def as_pair(samples: list[dict[str, float]]) -> tuple[torch.Tensor, torch.Tensor]:

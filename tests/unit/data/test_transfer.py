@@ -12,7 +12,7 @@ from accelerator_stand_in import StandIn
 from data_checks import Stream
 from torch import Tensor
 
-from hvd_trainer.data import LoaderPlan, TensorData, make_loader
+from hvd_trainer.data import DataShard, LoaderPlan, TensorData, make_loader, mean_samples, samples_taken
 from hvd_trainer.data.transfer import Transfer
 from hvd_trainer.launch.world import World
 from hvd_trainer.observe import summary
@@ -147,12 +147,17 @@ def test_stream_agreement_uses_no_accelerator() -> None:
     """Agreement by tensors of the accelerator made each step wait for all of its work."""
     asked = []
 
-    def all_reduce_numbers(values: list[float], op: str) -> list[float]:
-        asked.append((values, op))
-        return [min(1, *values)]
+    def all_reduce_numbers(values: list[float]) -> list[float]:
+        asked.append(values)
+        return [value + 1 for value in values]
 
     mine = backend(torch.device("cpu"))
-    mine.collectives = SimpleNamespace(all_reduce_numbers=all_reduce_numbers)
-    loader = make_loader(Stream(3), mine, LoaderPlan(2, num_workers=0))
-    assert [inputs.tolist() for inputs, _ in loader.epoch(0)] == [[[0]], [[2]]]
-    assert asked == [([2], "min"), ([1], "min"), ([0], "min")]
+    mine.collectives = SimpleNamespace(
+        all_reduce_numbers=all_reduce_numbers, all_gather_object=lambda value: [value, value]
+    )
+    mine.world = SimpleNamespace(rank=0, size=2)
+    loader = make_loader(Stream(3), mine, LoaderPlan(2, num_workers=0, shard=DataShard(0, 2)))
+    assert [(b[0].tolist(), mean_samples(b), samples_taken(b, 2)) for b in loader.epoch(0)] == [
+        ([[0], [2]], 1.5, 3)
+    ]
+    assert asked == [[1, 2, 2], [0, 0, 0]]

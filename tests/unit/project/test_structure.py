@@ -120,7 +120,7 @@ def test_pickles_are_read_by_allowed_modules_only() -> None:
         if isinstance(node, ast.Attribute) and UNPICKLES.fullmatch(ast.unparse(node))
     }
     assert "hvd.functions" in reading
-    allowed = re.compile(r"hvd\.(functions|common\.commits)|training\.spawn|tools\.run\.\w+|data\.shared_batches")
+    allowed = re.compile(r"hvd\.(functions|common\.commits)|training\.spawn|tools\.run\.\w+")
     assert not [name for name in reading if not allowed.fullmatch(name)]
 
 
