@@ -54,6 +54,11 @@ class ScriptEngine(Engine):
         """Whether the script has started an engine."""
         return bool(self._begun) or self.has_trainer
 
+    @property
+    def session(self) -> Session | None:
+        """The first session that the script has begun; None before."""
+        return self._begun[0] if self._begun else None
+
     def hand_over(self) -> None:
         """Leave engine, monitoring and end to the `Trainer` that the script is about to make.
 

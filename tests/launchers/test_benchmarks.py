@@ -12,6 +12,7 @@ import pytest
 import torch
 from compared import RAN
 from launchers import launch
+from requirements import requires
 from torchvision.transforms import v2
 
 from benchmarks import REPOSITORY
@@ -93,6 +94,13 @@ def test_to_target_runs_over_seeds(tmp_path: Path) -> None:
     )
     assert "| seconds after the first step |" in result.stdout
     assert "1 of 1 seeds reached val_accuracy>=0.9." in result.stdout
+
+
+@requires("horovod")
+def test_rank_check_times_the_comparison_on_both_engines() -> None:
+    result = launch("python", 1, ["-m", "benchmarks.rank_check", "--epochs", "1"])
+    assert result.returncode == 0, result.stderr
+    assert [line.split(":")[0] for line in result.stdout.splitlines()] == ["ddp", "horovod"]
 
 
 def test_to_target_counts_missed_targets() -> None:

@@ -116,6 +116,7 @@ TYPED_ELSEWHERE = {
     "hvd-trainer run -np 3 --bucket-mb 25 --fusion-threshold-mb 0 -- train.py": (
         *("test_verify_resume.py", "test_verify_resume_kills_a_script_and_its_launcher"),
     ),
+    "hvd-trainer run -np 2 --check-ranks 100 -- train.py": ("test_run_ranks_differ.py", '"--check-ranks"'),
     "python -m hvd_trainer run -np 2 --exactly-horovod --backend ddp -- train.py": (
         *("test_run.py", '"--exactly-horovod"'),
     ),
@@ -177,6 +178,9 @@ TYPED_ELSEWHERE = {
     "python -m benchmarks --jobs ranks --ranks 1,2,4,8 --rounds 5": ("test_benchmarks.py", '"benchmarks"'),
     "python -m benchmarks --jobs tensors samples --rounds 3": ("test_benchmarks.py", '"benchmarks"'),
     "make setup VENV=.venv-peers": (".ci/run", "make test"),
+    "python -m benchmarks.rank_check --data-dir ../shared/data/mnist": (
+        *("test_benchmarks.py", '"benchmarks.rank_check"'),
+    ),
     "python -m benchmarks.to_target --data-dir ../shared/data/mnist --seeds 30": (
         *("test_benchmarks.py", '"benchmarks.to_target"'),
     ),

@@ -57,6 +57,9 @@ class Options:
     bucket_mb: Positive | None = None
     """size of the buckets of DistributedDataParallel, whatever the script says; they are laid out once, so that a
     script that resumes adds gradients up in the same order. None: as the script and PyTorch do"""
+    check_ranks: Count | None = None
+    """compare what the script has wrapped (DistributedDataParallel, hvd.DistributedOptimizer) after so many
+    steps of its optimizers, too, and tell on which ranks it differs; None: at the end only"""
     exactly_horovod: bool = False
     """on ddp, too, take the step on gradients of zero that Horovod's broadcast_optimizer_state takes with a new
     optimizer, and let DistributedOptimizer forget the optimizer's state: for Horovod's own numbers"""
@@ -145,4 +148,10 @@ def main(argv: Sequence[str]) -> int:
     from hvd_trainer.tools.run.script import run_script  # with torch, for which the parent of ranks need not wait
 
     engine = EngineOptions(backend=options.backend, startup_timeout_s=options.startup_timeout_s)
-    return run_script(job, engine, timeout_s=options.timeout_s, bucket_mb=options.bucket_mb)
+    return run_script(
+        job,
+        engine,
+        timeout_s=options.timeout_s,
+        bucket_mb=options.bucket_mb,
+        check_ranks=options.check_ranks,
+    )

@@ -32,6 +32,7 @@ from hvd_trainer.utils.text import COMMAND
 
 if TYPE_CHECKING:  # torch is imported when the script imports it
     from hvd_trainer.backends.script_engine import ScriptEngine
+    from hvd_trainer.tools.run.wrapped_models import WrappedModels
 
 logger = logging.getLogger(__name__)
 ALIASES = {
@@ -56,6 +57,7 @@ def import_hooks(
     script: ScriptEngine | None,
     *,
     bucket_mb: float | None = None,
+    wrapped: WrappedModels | None = None,
 ) -> ImportHooks:
     """Return the hooks that put a script on an engine.
 
@@ -64,6 +66,7 @@ def import_hooks(
         script: whose session begins when it starts its engine; None in a process that is not the rank itself,
             but was started by it.
         bucket_mb: size of the buckets of DistributedDataParallel; None: as the script says.
+        wrapped: compares what the script wraps.
     """
     after: dict[str, Callable[[ModuleType], None]] = {
         "torch.distributed.distributed_c10d": functools.partial(wrap_torch, engine=engine, script=script)
@@ -80,12 +83,22 @@ def import_hooks(
         if script is not None:
             after["horovod.torch.mpi_ops"] = functools.partial(_mark_waits, script=script)
             after["horovod.torch.optimizer"] = _hook_inner_step
+    for name, watch in (wrapped.hooks() if wrapped is not None else {}).items():
+        after[name] = _both(after[name], watch) if name in after else watch
     if engine == "horovod":
         hooks = ImportHooks(aliases=TO_HOROVOD, absent={}, after=after)
     else:
         hooks = ImportHooks(aliases=ALIASES, single=_single(after), absent=ABSENT, after=after)
     after["hvd_trainer.training.trainer"] = functools.partial(_hand_over_to_trainer, script=script, hooks=hooks)
     return hooks
+
+
+def _both(one: Callable[[ModuleType], None], other: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    def change(module: ModuleType) -> None:
+        one(module)
+        other(module)
+
+    return change
 
 
 def _single(after: dict[str, Callable[[ModuleType], None]]) -> dict[str, str]:

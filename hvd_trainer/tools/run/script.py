@@ -16,11 +16,12 @@ from typing import NoReturn
 from hvd_trainer.backends.script_engine import ScriptEngine
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.launch.launchers import TORCH_NAMES, choose_launcher
-from hvd_trainer.launch.world import detect, rank_variables
+from hvd_trainer.launch.world import detect, is_elastic, rank_variables
 from hvd_trainer.measure.command import option_values
 from hvd_trainer.measure.message import SITE, Message
 from hvd_trainer.tools.run import engines
 from hvd_trainer.tools.run.local_ranks import meeting_address
+from hvd_trainer.tools.run.wrapped_models import WrappedModels
 from hvd_trainer.training.job import run_and_end
 from hvd_trainer.utils.execute import execute, finish_threads_and_handlers
 from hvd_trainer.utils.import_hooks import ImportHooks
@@ -38,6 +39,7 @@ def run_script(
     *,
     timeout_s: float | None,
     bucket_mb: float | None,
+    check_ranks: int | None,
 ) -> NoReturn:
     """Run a script or a module as this process's program, and end the process.
 
@@ -46,16 +48,22 @@ def run_script(
         options: with the engine, `horovod` or `ddp`.
         timeout_s: as in `ScriptWatch`.
         bucket_mb: size of the buckets of DistributedDataParallel; None: as the script says.
+        check_ranks: compare the ranks after so many steps of optimizers, too; None: at the end only.
 
     Exit codes are those of `run_job`, and of the script if it leaves by `sys.exit`.
     """
     job = [word.replace(LOCAL_RANK, str(detect(os.environ).local_rank)) for word in job]
     script = ScriptEngine(options, timeout_s=timeout_s)
-    hooks = engines.import_hooks(options.backend, script, bucket_mb=bucket_mb)
-    run_and_end(functools.partial(_run, job, options.backend, script, hooks), finish_threads_and_handlers)
+    # In elastic mode ranks come and go, and those that are lost post nothing.
+    wrapped = None if is_elastic(os.environ) else WrappedModels(script, check_ranks)
+    hooks = engines.import_hooks(options.backend, script, bucket_mb=bucket_mb, wrapped=wrapped)
+    compare = (lambda: None) if wrapped is None else wrapped.compare_at_end
+    run_and_end(functools.partial(_run, job, options.backend, script, hooks, compare), finish_threads_and_handlers)
 
 
-def _run(job: Sequence[str], engine: str, script: ScriptEngine, hooks: ImportHooks) -> None:
+def _run(
+    job: Sequence[str], engine: str, script: ScriptEngine, hooks: ImportHooks, compare_ranks: Callable[[], None]
+) -> None:
     _set_variables(engine)
     hooks.install()
     if (message := Message.read(os.environ)) is not None:
@@ -64,7 +72,7 @@ def _run(job: Sequence[str], engine: str, script: ScriptEngine, hooks: ImportHoo
         measure_script(message)
     left: SystemExit | None = None
     _warn_of_local_rank(job)
-    os._exit = functools.partial(_exit, script, os._exit)
+    os._exit = functools.partial(_exit, script, compare_ranks, os._exit)
     try:
         execute(job)
     except SystemExit as leaving:
@@ -80,6 +88,7 @@ def _run(job: Sequence[str], engine: str, script: ScriptEngine, hooks: ImportHoo
         raise
     engines.warn_if_alone(script)
     finish_threads_and_handlers()
+    compare_ranks()
     script.end(left)
 
 
@@ -102,10 +111,13 @@ def _warn_of_local_rank(job: Sequence[str]) -> None:
         )
 
 
-def _exit(script: ScriptEngine, leave: Callable[[int], NoReturn], status: int) -> NoReturn:
+def _exit(
+    script: ScriptEngine, compare_ranks: Callable[[], None], leave: Callable[[int], NoReturn], status: int
+) -> NoReturn:
     """Leave by `os._exit`; a rank that is done waits until all are: its end would be taken for a failure."""
     try:
         if status == 0:
+            compare_ranks()
             script.end()
     finally:
         leave(status)
