@@ -46,6 +46,7 @@ class ModelPlacement:
         shard: this rank's shard of the data.
         seeds_itself: whether each step seeds its own random numbers.
         is_whole: whether this rank has the whole model unsharded.
+        has_copies: whether each rank of a replica group has all of its parameters, and not a slice of each.
         is_sharded: whether ranks have different parts of model or optimizer, and save what they have.
     """
 
@@ -64,7 +65,8 @@ class ModelPlacement:
             from hvd_trainer.parallel.fsdp import FSDPShards
 
             self._fsdp = FSDPShards(backend, train.precision)
-        self.is_whole = options.stages == 1 and self._fsdp is None
+        self.has_copies = self._fsdp is None
+        self.is_whole = options.stages == 1 and self.has_copies
 
     @property
     def cut(self) -> list[int]:

@@ -233,7 +233,8 @@ class TrainingRun(RunView):
             NonFiniteError, ReplicasDifferError: it is not.
         """
         self.step.guard.check()
-        self.replicas.check()
+        if self.placement.has_copies:
+            self.replicas.check()
 
     def __enter__(self) -> TrainingRun:
         return self
