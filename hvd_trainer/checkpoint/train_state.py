@@ -103,6 +103,7 @@ class TrainState:
             own = self._buffers()
             of_rank["buffers"] = {name: own[name] for name in self.backend.differing(own)} if differ else {}
         ranks = self.backend.collectives.all_gather_object(of_rank)
+        frozen = self._frozen()
         model = {name: means.get(name, value) for name, value in state_on_this_stage(self.model).items()}
         others = {name: part.state_dict() for name, part in self.others.items()}
         callbacks = {name: callback.state_dict() for name, callback in self.callbacks.items()}
@@ -119,7 +120,7 @@ class TrainState:
             "progress": self.progress.state_dict(),
             "data": dict(self.data),
             "cut": self.parts.cut,
-            "frozen": self._frozen(),
+            "frozen": frozen,
             "kinds": {name: type(part).__name__ for name, part in self.others.items()},
             "ranks": ranks,
             "callbacks": callbacks,

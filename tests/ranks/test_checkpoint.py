@@ -27,7 +27,7 @@ from hvd_trainer import TensorData, cli
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.checkpoint.storage import Manifest
 from hvd_trainer.config.figures import BestFigure
-from hvd_trainer.errors import CheckpointError
+from hvd_trainer.errors import CheckpointError, OptionError
 from hvd_trainer.observe.run_log import _drop_later
 
 pytestmark = pytest.mark.warm
@@ -270,7 +270,8 @@ def test_resume_drops_records_after_the_checkpoint(tmp_path: Path, logged: Calla
     assert events(tmp_path) == before
     said = logged()
     assert "resume   restored model, optimizer, random\nresume   at epoch 2, after 3 steps" in said
-    fit(tmp_path, resume="auto")
+    with pytest.raises(OptionError, match="nothing is left to train"):
+        fit(tmp_path, resume="auto")
     assert "at epoch 3, after 6 steps" in logged()
 
 

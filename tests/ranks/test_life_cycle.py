@@ -122,7 +122,10 @@ def test_state_of_callbacks_is_given_to_any_number_of_ranks(tmp_path: Path) -> N
 
 
 class OnFirst(Course):
-    """A callback that rank 0 alone has."""
+    """A callback that rank 0 alone has, so that it must not change the optimizer."""
+
+    def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
+        self.data.scale *= 2
 
 
 def on_rank_0(backend: str, folder: str) -> tuple[int, Any]:
