@@ -95,7 +95,7 @@ class TrainingLoop:
         run, progress = self._run, self._run.progress
         set_training(run.model, run.loss, True)
         run.backend.activity.enter("epoch")
-        run.placement.follow_changes(run.step, run.trained)  # that callbacks have made since the last epoch
+        run.placement.follow_changes(run.step, run.trained)  # a checkpoint may have frozen or unfrozen layers
         meter = self._make_meter()
         batches_of_steps = StepBatches(self._batches(), run.plan.passes)
         samples_before, self._epoch_began = progress.samples, time.perf_counter()
@@ -188,6 +188,7 @@ class TrainingLoop:
         run.backend.activity.enter("callback")
         for callback in run.callbacks:
             callback.on_epoch_end(run, record)
+        run.placement.follow_changes(run.step, run.trained)
         self._interrupts.agree_to_end()
         # Inside an epoch `at_end_of_run` has saved: what callbacks do now, they do again when that epoch ends.
         if is_complete:
