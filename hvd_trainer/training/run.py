@@ -233,7 +233,7 @@ class TrainingRun(RunView):
             NonFiniteError, ReplicasDifferError: it is not.
         """
         self.step.guard.check()
-        if self.placement.has_copies:
+        if self.placement.has_copies and "exchange" not in self.leave_out:
             self.replicas.check()
 
     def __enter__(self) -> TrainingRun:
