@@ -26,7 +26,7 @@ _HOMES = {
     "hvd_trainer.data": ("BatchSource", "DataShard", "TensorData", "once_per_node"),
     "hvd_trainer.errors": (
         *("BackendError", "CheckpointError", "DataError", "LaunchError", "NonFiniteError", "OptionError"),
-        *("PeerError", "PreemptedError", "UserError"),
+        *("PeerError", "PreemptedError", "ReplicasDifferError", "UserError"),
     ),
     "hvd_trainer.training.job": ("run_job",),
     "hvd_trainer.launch.world": ("World", "detect"),
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         OptionError,
         PeerError,
         PreemptedError,
+        ReplicasDifferError,
         UserError,
     )
     from hvd_trainer.launch.world import World, detect

@@ -265,7 +265,7 @@ class Backend(Engine, ABC):
             The module to call from now on.
         """
         connection = self._connection
-        if connection is None or connection.is_frozen_as_before:
+        if connection is None or connection.is_frozen_as_before():
             return train_model
         self._disconnect()
         to_call = connection.connect() or train_model

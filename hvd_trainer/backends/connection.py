@@ -8,6 +8,7 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from hvd_trainer.errors import BackendError
+
+REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Connection:
@@ -42,10 +45,9 @@ class Connection:
         self._names = {name for name, _ in self._module.named_buffers()}
         return to_call
 
-    @property
     def is_frozen_as_before(self) -> bool:
-        """Whether the same of its parameters are trained; quick enough for each step."""
-        return [p.requires_grad for p in self._parameters] == self._trained
+        """Return whether the same of its parameters are trained; quick enough for each step."""
+        return [*map(REQUIRES_GRAD, self._parameters)] == self._trained
 
     @property
     def has_changed(self) -> bool:
@@ -54,7 +56,7 @@ class Connection:
         return (
             len(parameters) != len(self._parameters)
             or any(a is not b for a, b in zip(parameters, self._parameters, strict=True))
-            or not self.is_frozen_as_before
+            or not self.is_frozen_as_before()
             or any(_place(p) != place for p, place in zip(parameters, self._places, strict=True))
         )
 

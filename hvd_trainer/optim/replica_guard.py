@@ -68,14 +68,14 @@ class ReplicaGuard:
     def _act_on(self, copies: Mapping[str, Tensor]) -> None:
         """Take over the first rank's last bits, or raise the error that names the first difference."""
         backend = self._backend
-        names = backend.differing(copies)
-        beyond = [name for name in names if self._distance(copies[name]) > MAX_ROUNDING]
+        differing = backend.differing(copies)
+        beyond = [name for name in differing if self._distance(copies[name]) > MAX_ROUNDING]
         everyone = backend.collectives.all_gather_object(beyond)
         if not any(everyone):
-            self._take_over(copies, names)
+            self._take_over(copies, differing)
             return
-        first = next(found[0] for found in everyone if found)
-        ranks = ", ".join(str(rank) for rank, found in enumerate(everyone) if first in found)
+        first = next(names[0] for names in everyone if names)
+        ranks = ", ".join(str(rank) for rank, names in enumerate(everyone) if first in names)
         raise ReplicasDifferError(
             f"The ranks no longer train one model: {first} of rank {ranks} is not that of the first of "
             f"its copies. {self._cause(first)} Nothing was saved since the last comparison."
@@ -83,13 +83,13 @@ class ReplicaGuard:
 
     def _distance(self, own: Tensor) -> float:
         """Return how far a tensor is from the first rank's, in units of its type's precision. A collective."""
-        theirs = self._first_ranks(own)
+        reference = self._first_ranks(own)
         if not own.is_floating_point():
-            return math.inf if bool((theirs != own.to(theirs.device)).any()) else 0.0
-        off = (own.to(theirs.device, torch.float64) - theirs.double()).abs().max()
+            return math.inf if bool((reference != own.to(reference.device)).any()) else 0.0
+        off = (own.to(reference.device, torch.float64) - reference.double()).abs().max()
         if not off:
             return 0.0
-        units = float(off / theirs.double().abs().max()) / torch.finfo(own.dtype).eps
+        units = float(off / reference.double().abs().max()) / torch.finfo(own.dtype).eps
         return units if math.isfinite(units) else math.inf
 
     def _first_ranks(self, own: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class TrainingLoop:
 
     def _finish_step(self, batches: list[Batch], result: StepResult, meter: Meter) -> None:
         run, progress = self._run, self._run.progress
-        samples = sum(samples_taken(batch, run.placement.shard.size) for batch in batches)
+        samples = sum([samples_taken(batch, run.placement.shard.size) for batch in batches])
         progress.step += 1
         progress.consumed += samples
         progress.samples += samples

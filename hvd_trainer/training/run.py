@@ -210,7 +210,7 @@ class TrainingRun(RunView):
             factor=self.plan.lr_factor(train.lr_scaling),
             epochs=train.epochs,
             warmup_epochs=train.warmup_epochs,
-            step_epochs=1.0 if samples is None else min(1.0, self.plan.global_batch_size / samples),
+            step_epochs=1.0 if not samples else min(1.0, self.plan.global_batch_size / samples),
             decay=train.lr_decay,
         )
 

@@ -49,8 +49,8 @@ def test_resumed_run_ends_with_the_same_bits(runs: list[dict[str, Any]], name: s
 def test_resumed_run_trains_each_sample_once_per_epoch(runs: list[dict[str, Any]], name: str) -> None:
     """The resumed run continues the second epoch after 2 steps of 5, and must repeat no sample."""
     seen = Counter(sample for rank in runs for sample in rank[name][1]["seen"])
-    # Ranks that have no equal shares train on some samples twice in each epoch; of a stream of samples on each once,
-    # and of one of batches they leave the last out.
+    # Ranks that have no equal shares train on some samples twice in each epoch; of a stream of samples on each
+    # once, and of one of batches they leave the last out.
     left_out = resume_checks.ODD % len(runs) if "stream of batches" in name else 0
     per_epoch = resume_checks.ODD - left_out if "stream" in name else resume_checks.NUM
     assert sum(seen.values()) == 2 * per_epoch - 2 * resume_checks.GLOBAL_BATCH

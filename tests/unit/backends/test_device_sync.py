@@ -96,7 +96,7 @@ def test_step_adds_no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(optimizer, "step", update)
     # Whether to stop is asked by the clock, a few times a second.
-    monkeypatch.setattr(StepConsensus, "poll", lambda _: frozenset())
+    monkeypatch.setattr(StepConsensus, "poll", lambda *_, **__: frozenset())
     data = TensorData(torch.randn(160, 4), torch.randint(3, (160,)))
     more = {"metrics": {"accuracy": accuracy}, "callbacks": [Window(operators)]}
     with operators:
@@ -162,7 +162,7 @@ def test_weights_are_not_read_between_two_lines_of_the_log(monkeypatch: pytest.M
     how = {"callbacks": [Window()], "metrics": {"accuracy": accuracy}, "weight": lambda batch: batch[1].sum()}
     for options in ({}, {"accumulate": 2}, {"chunks": 2}):
         # Whether to stop is asked by the clock, a few times a second.
-        monkeypatch.setattr(StepConsensus, "poll", lambda _: frozenset())
+        monkeypatch.setattr(StepConsensus, "poll", lambda *_, **__: frozenset())
         fit(options_of(epochs=2, batch_size=8, **options), nn.Sequential(nn.Linear(4, 3)), data, **how)
     assert not read
 

@@ -359,9 +359,13 @@ def test_batch_plan_divides_the_global_batch() -> None:
         (
             "resume_partial",
             ("weights",),
-            "scaler, random, data, not ('weights',)",
+            "scaler, loss, frozen, random, data, callbacks, not ('weights',)",
         ),
-        ("resume_partial", "data", "any number of: optimizer, scheduler, scaler, random, data, not 'data'"),
+        (
+            "resume_partial",
+            "data",
+            "any number of: optimizer, scheduler, scaler, loss, frozen, random, data, callbacks, not 'data'",
+        ),
         ("until", "val_mae=0.5", "type --until 'val_mae>=0.5' or --until 'val_mae<=0.5'"),
         ("train", EngineOptions(), "--train must be TrainOptions, not EngineOptions("),
     ],
