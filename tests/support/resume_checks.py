@@ -284,6 +284,7 @@ def memory_of_resumes(
             with Trainer(options) as trainer, pytest.MonkeyPatch.context() as patch:
                 rank = trainer.world.rank
                 patch.setattr(CheckpointManager, "restore", measure)
+                patch.setattr("hvd_trainer.training.trainer._finished", set())  # as in a process of its own
                 model = Wide(frozen, value)
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
                 trainer.fit(model, optimizer, nn.functional.cross_entropy, data)
