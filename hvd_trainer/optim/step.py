@@ -31,6 +31,7 @@ from hvd_trainer.optim.non_finite import NonFiniteGuard
 from hvd_trainer.optim.weights import LossFunction, Share, WeightFunction, fractions, mean_loss, weight_of
 from hvd_trainer.utils.tensors import detached
 
+WHOLE = Share(1.0)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -125,6 +126,8 @@ class TrainStep(StepParts):
     def shares(self, batches: list[Batch]) -> list[Share]:
         """Return what each batch is of the step. With a weight function a collective."""
         if self.weight is None:
+            if len(batches) == 1 and type(batches[0]) is tuple:  # as many samples on all ranks
+                return [WHOLE]
             whole = sum(map(mean_samples, batches))
             return [Share(samples_in(batch) / whole) for batch in batches]
         self._weights = tuple(weight_of(self.weight, batch, self.backend.device) for batch in batches)

@@ -144,7 +144,7 @@ def test_source_with_a_length_has_warmup_and_decay() -> None:
     trainings.fit(trainings.options_of(**options), model, SizedBatches(14), **how)
     # Half an epoch of warm-up, in which a step is 4/14 of one, then down to 0 over the samples that are left.
     assert [21e4 * rate for rate in rates] == pytest.approx([84 / 11, 168 / 11, 20, 16, 14, 10, 6, 2])
-    with pytest.raises(OptionError, match="--lr-decay needs a data set that knows its length"):
+    with pytest.raises(OptionError, match="--warmup-epochs needs a data set that knows its length"):
         trainings.fit(trainings.options_of(**options), model, Batches(14), **how)
 
 
