@@ -1,4 +1,4 @@
-"""What does the comparison of ranks cost? Its time beside that of an epoch of the MNIST job, in the same run.
+"""Time the comparison of ranks (`ReplicaGuard`) against an epoch of the MNIST job, in the same run.
 
     python -m benchmarks.rank_check --ranks 2 --data-dir ../shared/data/mnist
 

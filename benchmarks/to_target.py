@@ -60,14 +60,14 @@ def outcome_of(log: Path, until: str) -> Outcome:
     epochs = [line for line in lines if line["event"] == "epoch"]
     end = next(line for line in lines if line["event"] == "end")
     condition = StopCondition.parse(until)
-    found = float(end[condition.figure])
+    figure = float(end[condition.figure])
     return Outcome(
         sum(line["seconds"] for line in epochs) - end["first_step_s"],
         end["first_step_s"],
         len(epochs),
         end["step"],
-        found,
-        condition.is_reached({condition.figure: found}),
+        figure,
+        condition.is_reached({condition.figure: figure}),
     )
 
 

@@ -244,7 +244,10 @@ class Backend(Engine, ABC):
                 "those of the start: leave out --activation-checkpointing or what cuts the model, or begin "
                 "another fit"
             )
-        if not connection.has_changed:
+        has_changed = connection.has_changed
+        if len(self.replica_groups) > 1:  # only the ranks of a stage see what has changed in it
+            [has_changed] = map(bool, self.collectives.all_reduce_numbers([has_changed], "max"))
+        if not has_changed:
             return train_model
         check_same_model(self.collectives, model)
         new = connection.new_tensors()
@@ -467,8 +470,8 @@ class Backend(Engine, ABC):
             return {}
         buffers = statistics_of(model)
         means: dict[str, Tensor] = {}
-        for dtype in dict.fromkeys(b.dtype for b in buffers.values()):
-            same = {name: b for name, b in buffers.items() if b.dtype == dtype}
+        for dtype, device in dict.fromkeys((b.dtype, b.device) for b in buffers.values()):
+            same = {name: b for name, b in buffers.items() if (b.dtype, b.device) == (dtype, device)}
             flat = torch.cat([b.detach().reshape(-1) for b in same.values()])
             own = flat.float() if flat.itemsize < 4 else flat  # of 16 bits, the sum could be more than the largest
             mean = self.collectives.all_reduce(own, replicas=True).div_(size)
@@ -478,12 +481,21 @@ class Backend(Engine, ABC):
             means |= {name: part.view_as(same[name]) for name, part in zip(same, parts, strict=True)}
         return means
 
-    def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of tensors whose bits differ on the ranks of the replica group. A collective."""
-        if len(self.replica_group) == 1 or not tensors:
-            return []
-        same = self.are_equal(torch.stack([digest([tensor]).to(self.device) for tensor in tensors.values()]))
-        return [name for name, is_same in zip(tensors, self.read(same.all(1)), strict=True) if not is_same]
+    def differing(self, tensors: Mapping[str, Tensor]) -> dict[str, bool]:
+        """Return the names of tensors whose bits differ on the ranks of the replica group. A collective.
+
+        Returns:
+            By name, whether all ranks of the group have such a tensor; the same on all of them, in one order.
+        """
+        own = {name: digest([tensor]).tolist() for name, tensor in tensors.items()}
+        everyone = self.collectives.all_gather_object(own)
+        group = [everyone[rank] for rank in self.replica_group]
+        names = dict.fromkeys(name for digests in group for name in digests)
+        return {
+            name: all(name in digests for digests in group)
+            for name in names
+            if any(digests.get(name) != group[0].get(name) for digests in group)
+        }
 
     def are_equal(self, numbers: Tensor) -> Tensor:
         """Return which of some integers are the same on all ranks of the replica group: bool, in their shape."""

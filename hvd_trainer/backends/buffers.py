@@ -10,20 +10,33 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from hvd_trainer.errors import BackendError
+
 STATISTICS = ("running_mean", "running_var")
-"""Of batch norm in all its classes."""
+"""Buffers of batch norm."""
+AVERAGED = "averaged_buffers"
+"""Attribute of a module with the names of other buffers to average."""
 
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the statistics of a model by name, without those of other stages.
 
     A module may have an attribute `averaged_buffers`, with the names of its buffers that are means over samples.
+
+    Raises:
+        BackendError: it names there what is no such buffer.
     """
     statistics = {}
     for prefix, module in model.named_modules():
-        for name in getattr(module, "averaged_buffers", STATISTICS):
+        named = getattr(module, AVERAGED, ())
+        for name in named or STATISTICS:
             buffer = module._buffers.get(name)
-            if buffer is not None and buffer.is_floating_point() and buffer.numel() and not buffer.is_meta:
+            if name in named and (buffer is None or not buffer.is_floating_point()):
+                raise BackendError(
+                    f"{prefix or type(module).__name__} names {name!r} in {AVERAGED}, and has no buffer of "
+                    f"floating-point numbers of this name. It has: {', '.join(module._buffers) or 'none'}"
+                )
+            if buffer is not None and buffer.numel() and not buffer.is_meta:
                 statistics[f"{prefix}.{name}" if prefix else name] = buffer
     return statistics
 

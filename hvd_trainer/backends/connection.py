@@ -1,4 +1,4 @@
-"""What a gradient exchange is connected to, and whether that is still what is trained.
+"""The parameters that a gradient exchange is connected to, and whether these are still what is trained.
 
 A user's code may freeze, unfreeze, replace or convert layers between two steps. DDP and the buckets have their
 hooks on the parameters that were trained when they were connected: the gradients of others would stay on their

@@ -134,7 +134,7 @@ class DDPBackend(Backend):
         )
 
     def _connect_model(self, model: nn.Module) -> nn.Module:
-        # Buffers: see Backend.average_buffers.
+        # Buffers: see Backend.synchronize_buffers.
         kwargs: dict[str, Any] = {BUFFERS_IN_FORWARD: False, "gradient_as_bucket_view": True, **self._ddp_kwargs}
         ddp = FinalLayout(
             model,

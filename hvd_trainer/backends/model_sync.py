@@ -40,23 +40,34 @@ def check_same_model(collectives: Collectives, model: nn.Module) -> None:
     Raises:
         BackendError: they have not; on all ranks.
     """
-    frozen = {
-        name for name, parameter in model.named_parameters() if not (parameter.requires_grad or parameter.is_meta)
-    }
+    trained = {name: None if p.is_meta else p.requires_grad for name, p in model.named_parameters()}
     own = [
-        (name, tuple(t.shape), str(t.dtype), "frozen" if name in frozen else "")
+        (name, tuple(t.shape), str(t.dtype), trained.get(name))
         for name, t in without_extra_state(model.state_dict()).items()
     ]
     reference = collectives.broadcast_object(own if collectives.world.is_first else [])
+    other = next(((a, b) for a, b in zip(reference, own, strict=False) if not _fit(a, b)), None)
     difference = ""
-    if reference != own:
-        difference = next(
-            (f"{b} against {a} on rank 0" for a, b in zip(reference, own, strict=False) if a != b),
-            f"{len(own)} tensors against {len(reference)} on rank 0",
-        )
+    if other is not None:
+        difference = f"{_in_words(other[1])} against {_in_words(other[0])} on rank 0"
+    elif len(own) != len(reference):
+        difference = f"{len(own)} tensors against {len(reference)} on rank 0"
     for rank, text in enumerate(collectives.all_gather_object(difference)):
         if text:
             raise BackendError(
                 f"Rank {rank} has another model than rank 0: {text}. Build it from the same options on all ranks, "
                 "and change it alike."
             )
+
+
+_Described = tuple[str, tuple[int, ...], str, bool | None]
+"""Name, shape and type of a tensor; of a parameter also whether it is trained, which only its stage knows."""
+
+
+def _fit(one: _Described, other: _Described) -> bool:
+    return one[:3] == other[:3] and (None in (one[3], other[3]) or one[3] == other[3])
+
+
+def _in_words(tensor: _Described) -> str:
+    name, shape, dtype, is_trained = tensor
+    return f"{name} {dtype.removeprefix('torch.')} {list(shape)}{' frozen' if is_trained is False else ''}"

@@ -19,7 +19,8 @@ def check_unused(parameter_names: Mapping[Tensor, str], optimizer: Optimizer) ->
     move the parameter, and DDP stops in the next forward with an error that names nothing. The gradient of a
     parameter that was frozen in the middle of a step would be that of one rank.
     """
-    wrong = [p for p in parameters_of(optimizer) if (p.grad is None) == p.requires_grad]
+    # A callback may have unfrozen those of other stages on this rank, too, where they have no contents.
+    wrong = [p for p in parameters_of(optimizer) if (p.grad is None) == p.requires_grad and not p.is_meta]
     if not wrong:
         return
     frozen = next((p for p in wrong if p.grad is not None), None)

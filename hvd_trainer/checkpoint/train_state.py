@@ -101,7 +101,8 @@ class TrainState:
         if meter is not None:
             of_rank["metrics"] = meter.state_dict()
             own = self._buffers()
-            of_rank["buffers"] = {name: own[name] for name in self.backend.differing(own)} if differ else {}
+            names = self.backend.differing(own) if differ else {}
+            of_rank["buffers"] = {name: own[name] for name in names if name in own}
         ranks = self.backend.collectives.all_gather_object(of_rank)
         frozen = self._frozen()
         model = {name: means.get(name, value) for name, value in state_on_this_stage(self.model).items()}
@@ -136,9 +137,17 @@ class TrainState:
             buffers |= {f"loss: {name}": buffer for name, buffer in loss.named_buffers()}
         return buffers
 
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """Return the parameters of this rank's part of the model, and of the loss, by name."""
+        parameters: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        loss = self.others.get("loss")
+        if isinstance(loss, nn.Module):
+            parameters |= {f"loss: {name}": p for name, p in loss.named_parameters()}
+        return {name: p for name, p in parameters.items() if not is_on_other_stage(p)}
+
     def _frozen(self) -> list[str]:
         """Return the names of parameters that are not trained. A collective if the model is in stages."""
-        frozen = [name for name, p in self.model.named_parameters() if not (p.requires_grad or p.is_meta)]
+        frozen = [name for name, p in self._parameters().items() if not p.requires_grad]
         if not self.parts.is_sharded:
             return frozen
         return sorted({name for names in self.backend.collectives.all_gather_object(frozen) for name in names})
@@ -219,7 +228,7 @@ class TrainState:
 
     def _load_frozen(self, saved: Collection[str]) -> list[str]:
         """Freeze and unfreeze parameters as they were; return a line if that changes what the job has set up."""
-        parameters = {name: p for name, p in self.model.named_parameters() if not p.is_meta}
+        parameters = self._parameters()
         other = [name for name, p in parameters.items() if p.requires_grad == (name in saved)]
         for name in other:
             parameters[name].requires_grad_(name not in saved)

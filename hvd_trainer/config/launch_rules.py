@@ -13,7 +13,7 @@ from hvd_trainer.errors import OptionError
 
 @dataclass(frozen=True)
 class Launch:
-    """What a rank knows of its job before the ranks meet."""
+    """The job, as each rank knows it before the ranks meet."""
 
     num_ranks: int = 1
     is_elastic: bool = False

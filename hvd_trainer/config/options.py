@@ -123,8 +123,8 @@ class SaveOptions:
     resume_partial: tuple[
         Literal["optimizer", "scheduler", "scaler", "loss", "frozen", "random", "data", "callbacks"], ...
     ] = ()
-    """what to begin again with, instead of what the checkpoint has, or lacks (frozen: which parameters are "
-    "trained)"""
+    """what to begin again with, instead of what the checkpoint has, or lacks (frozen: which parameters are
+    trained)"""
     save_every_epochs: Count | None = 1
     """save after each n-th epoch, and the last"""
     save_every_steps: Count | None = None

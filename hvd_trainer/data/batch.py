@@ -96,13 +96,16 @@ def samples_taken(batch: Batch, shards: int) -> int:
 def collated_samples(batch: Batch, given: int) -> int:
     """Return the samples in a batch that a `collate` made of `given`: fewer, if it has dropped some.
 
-    It has if inputs and targets both begin with tensors of the same smaller length. Any other length is no number
-    of samples, such as that of packed tokens, or of sequences before samples.
+    It has dropped some if the first tensors of inputs and targets have the same smaller length. Other lengths are
+    no
+    numbers of samples: those of packed tokens, or of sequences before samples, (T, N).
     """
-    lengths = [next((tensor.shape[:1] for tensor in tensors_in(part)), None) for part in batch]
-    seen = set(lengths)
-    dropped = len(seen) == 1 and lengths[0] and lengths[0][0] < given
-    return lengths[0][0] if dropped and lengths[0] else given
+    firsts = [next(tensors_in(part), None) for part in batch]
+    if any(tensor is None or tensor.ndim == 0 for tensor in firsts):
+        return given
+    lengths = {tensor.shape[0] for tensor in firsts if tensor is not None}
+    is_sequence_first = all(tensor.shape[1:2] == (given,) for tensor in firsts if tensor is not None)
+    return given if len(lengths) > 1 or is_sequence_first else min(*lengths, given)
 
 
 def first_samples(batch: Any, count: int) -> Any:

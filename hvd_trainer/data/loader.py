@@ -75,11 +75,11 @@ class DataShard(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What `Collate` makes: a batch, and what it was made of."""
+    """A batch from `Collate`, and the number of samples that it was made of."""
 
     samples: int
     first: Any
-    """what `stream.First` tells of the stream; None: not its first batch"""
+    """digest of the stream's first sample; None: not the stream's first batch"""
     batch: Any
 
 

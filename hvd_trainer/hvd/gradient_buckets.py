@@ -48,7 +48,7 @@ _Layout = tuple[tuple[_Gradient, ...], ...]
 
 
 class _Proposal(msgspec.Struct, frozen=True, array_like=True):
-    """What a member says of its gradients."""
+    """Buckets that a member proposes, and its sparse gradients."""
 
     buckets: _Layout
     """of those that are dense, or not there"""

@@ -24,7 +24,7 @@ ASPECTS = (
     Aspect("train_data", "data set"),
     Aspect("train_samples", "samples per epoch"),
     Aspect("val_data", "validation set"),
-    Aspect("val_samples", "test samples"),
+    Aspect("val_samples", "validation samples"),
     Aspect("steps", "optimizer steps", across=False, advice="compare --steps N, which ends each run"),
     Aspect("samples", "samples", across=False, advice="DataLoader(..., sampler=DistributedSampler(dataset))"),
     Aspect("global_batch_size", "global batch", across=False),

@@ -18,7 +18,7 @@ METRICS, FACTS, LOCK, JOB, CONFIG = "metrics.jsonl", "run.json", ".lock", ".job"
 FOLDERS = ("failures", "profile")
 CHECKPOINTS, EARLIER = "checkpoints", "earlier-"
 TOKENIZER = "model.tokenizer.json"
-"""What a model of texts reads its inputs by: it goes where the weights go."""
+"""Tokenizer of a language model. It is moved together with the weights."""
 WRITTEN = (METRICS, LOCK, *FOLDERS)
 """Files that a run writes in place, and not by renaming a finished one."""
 SET_ASIDE = (METRICS, FACTS, CONFIG, "model.safetensors", TOKENIZER, *FOLDERS)

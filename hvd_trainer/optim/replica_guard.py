@@ -69,16 +69,23 @@ class ReplicaGuard:
         """Take over the first rank's last bits, or raise the error that names the first difference."""
         backend = self._backend
         differing = backend.differing(copies)
-        beyond = [name for name in differing if self._distance(copies[name]) > MAX_ROUNDING]
+        beyond = [
+            name
+            for name, is_everywhere in differing.items()
+            if not is_everywhere or self._distance(copies[name]) > MAX_ROUNDING
+        ]
         everyone = backend.collectives.all_gather_object(beyond)
         if not any(everyone):
-            self._take_over(copies, differing)
+            self._take_over(copies, list(differing))
             return
         first = next(names[0] for names in everyone if names)
-        ranks = ", ".join(str(rank) for rank, names in enumerate(everyone) if first in names)
+        ranks = [rank for rank, names in enumerate(everyone) if first in names]
+        reference = next(group[0] for group in backend.replica_groups if ranks[0] in group)
+        others = ", ".join(str(rank) for rank in ranks if rank != reference)
         raise ReplicasDifferError(
-            f"The ranks no longer train one model: {first} of rank {ranks} is not that of the first of "
-            f"its copies. {self._cause(first)} Nothing was saved since the last comparison."
+            f"The ranks no longer train one model: {first} on rank {others} differs from rank {reference}. "
+            f"{self._cause(first)} Nothing was saved since the last comparison: when that is corrected, resume "
+            "with --resume auto"
         )
 
     def _distance(self, own: Tensor) -> float:

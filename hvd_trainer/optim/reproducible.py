@@ -17,8 +17,8 @@ With 2 ranks each has four of the leaves, with 4 ranks two. Logical workers that
 come from EasyScale (SC'23).
 
 Batch norm: each virtual rank normalises by its own batch, as a rank would, and updates the running statistics that
-    the step began with. After the step they are the mean over the virtual ranks, and other buffers are those of
-    virtual rank 0, so that all ranks have the same buffers at all times.
+the step began with. After the step they are the mean over the virtual ranks, and other buffers are virtual rank
+0's, so that all ranks have the same buffers at all times.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ReproducibleStep(TrainStep):
         if not self._find_unused:
             self.backend.check_unused(self.optimizer)
         flats = []
-        statistics = set(statistics_of(self.train_model).values())
+        statistics = {buffer for module in self.modules for buffer in statistics_of(module).values()}
         for dtype, parameters, buffers in self._by_type():
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             for buffer in buffers:

@@ -119,17 +119,25 @@ class TrainStep(StepParts):
         prefetch()
         return self.update(meter, before)
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that a step calls: that to train, and a loss that is a module by itself."""
+        if isinstance(self.loss, nn.Module) and not self._trains_loss:
+            return [self.train_model, self.loss]
+        return [self.train_model]
+
     def buffers(self) -> list[Tensor]:
         """Return the buffers that a step may change."""
-        return [buffer for buffer in self.train_model.buffers() if buffer.numel()]
+        return [buffer for module in self.modules for buffer in module.buffers() if buffer.numel()]
 
     def shares(self, batches: list[Batch]) -> list[Share]:
         """Return what each batch is of the step. With a weight function a collective."""
         if self.weight is None:
+            samples = [samples_in(batch) for batch in batches]
             if len(batches) == 1 and type(batches[0]) is tuple:  # as many samples on all ranks
                 return [WHOLE]
             whole = sum(map(mean_samples, batches))
-            return [Share(samples_in(batch) / whole) for batch in batches]
+            return [Share(number / whole) for number in samples]
         self._weights = tuple(weight_of(self.weight, batch, self.backend.device) for batch in batches)
         self.backend.activity.enter("collective")
         weights = torch.stack(self._weights)
@@ -186,7 +194,7 @@ class TrainStep(StepParts):
                 outputs = self.train_model(inputs)
                 loss = mean_loss(self.loss, outputs, targets, share.weight)
         if self._is_last_pass:
-            self.train_model = self.backend.follow_freezing(self.train_model, outputs)
+            self.train_model = self.backend.follow_freezing(self.train_model, (outputs, loss))
         weighted = share.of(loss)
         scaled = weighted if self.scaler is None else self.scaler.scale(weighted)
         activity.enter("backward")

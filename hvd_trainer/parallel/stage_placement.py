@@ -95,7 +95,25 @@ class StagePlacement(ModelPlacement):
             self._fsdp.shard(list(stage), blocks, optimizer)
         backend.set_parameter_names(model, optimizer)
         self._shard_optimizer(optimizer)
+        self._refuse_frozen_stage()
         return model, optimizer
+
+    def follow_changes(self, step: TrainStep, model: nn.Module) -> None:
+        super().follow_changes(step, model)
+        self._refuse_frozen_stage()
+
+    def _refuse_frozen_stage(self) -> None:
+        """Refuse a first stage whose output needs no gradient, for which PyTorch's pipelining has no backward.
+
+        Raises:
+            OptionError: all its parameters are frozen; on its ranks.
+        """
+        first = self._mine.get(0)
+        if self._group is not None and first is not None and not any(p.requires_grad for p in first.parameters()):
+            raise OptionError(
+                f"All parameters of the first stage ({', '.join(self.parts[0].names)}) are frozen, and a pipeline "
+                f"cannot train so: give it more blocks with --balance, or freeze fewer"
+            )
 
     def _block_times(self, model: nn.Module, inputs: Callable[[], Any]) -> list[float]:
         """Return the seconds that each block takes for one micro-batch, measured by rank 0. A collective.

@@ -53,7 +53,7 @@ class StepConsensus:
         All ranks call it after each step; it is a collective after every n-th.
 
         Args:
-            now: this rank has no further step, or is the only one: poll whatever the number of the step.
+            now: poll whatever the number of the step; for a rank that is the only one.
         """
         self._steps_left -= 1
         if self._steps_left > 0 and not now:

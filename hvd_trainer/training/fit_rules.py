@@ -33,16 +33,23 @@ def fit_mistakes(
             f"{type(optimizer).__name__} computes the loss several times in a step, by a closure, and a Trainer "
             f"once: take another optimizer, or write the loop yourself and start it by hvd-trainer run"
         )
-    parallel = options.parallel
-    if is_trained(loss) and (parallel.is_staged or (parallel.shard == "full" and len(backend.replica_group) > 1)):
+    if is_trained(loss) and (option := _without_place_for_loss(options, backend)):
         yield (
-            f"The loss ({type(loss).__name__}) has parameters, which "
-            f"{parallel.cut_by if parallel.is_staged else '--shard full'} has no place for: leave it out, or make "
-            "the loss a part of the model"
+            f"The loss ({type(loss).__name__}) has parameters, which {option} has no place for: leave it out, or "
+            "make the loss a part of the model"
         )
     for typed, figure in _named_figures(options):
         if figure not in figures:
             yield f"{typed}: this job has no {figure}, but {', '.join(sorted(figures))}"
+
+
+def _without_place_for_loss(options: TrainerOptions, backend: Backend) -> str | None:
+    """Return the option that keeps a loss from being trained; None if none does."""
+    if options.parallel.is_staged:
+        return options.parallel.cut_by
+    if options.parallel.shard == "full" and len(backend.replica_group) > 1:
+        return "--shard full"
+    return "--backend data-parallel" if backend.num_replicas > 1 else None
 
 
 def _device_mistakes(options: TrainerOptions, backend: Backend) -> Iterator[str]:

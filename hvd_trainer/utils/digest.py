@@ -9,7 +9,7 @@ from torch import Tensor
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MAX_ELEMENTS = 2**22
-"""Of tensors that are read together: the copies that this takes have 20 bytes for each element."""
+"""Number of elements that are read at once. Temporary memory is 20 bytes for each."""
 
 
 @torch.no_grad()

@@ -402,7 +402,7 @@ def different_models_are_refused(backend: Backend) -> None:
         backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     except BackendError as error:
         refused = str(error)
-    assert "Rank 1 has another model than rank 0: ('weight', (1, 3)" in refused
+    assert "Rank 1 has another model than rank 0: weight float32 [1, 3] against weight float32 [1, 2]" in refused
 
 
 @check()

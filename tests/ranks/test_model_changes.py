@@ -21,12 +21,14 @@ from trainings import fit, options_of
 from hvd_trainer import Callback, TensorData, detect
 from hvd_trainer.backends.connection import Connection
 from hvd_trainer.errors import ReplicasDifferError
+from hvd_trainer.utils.tensors import state_on_this_stage
 
 pytestmark = pytest.mark.warm
 
 GLOBAL_BATCH, EPOCHS = 24, 3
 RTOL = 1e-5
 """Ranks and one process add the same numbers in another order, in fp32."""
+LOSS = nn.functional.mse_loss
 
 
 def data() -> TensorData:
@@ -269,6 +271,12 @@ def age_on_last_rank(run: Any) -> None:
         run.optimizer.state[run.model[0].bias]["momentum_buffer"].mul_(2)
 
 
+def forget_on_last_rank(run: Any) -> None:
+    """Make a rank have no state where the others have one: the comparison had tensors of unequal shapes."""
+    if run.world.rank == run.world.size - 1:
+        del run.optimizer.state[run.model[0].bias]
+
+
 def differ(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
     """Make ranks differ; return the error of each case, and the checkpoints that are there after the first."""
     rank = detect(os.environ).rank
@@ -283,6 +291,7 @@ def differ(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
             lambda: changed(callbacks=[After(partial(add_on_rank_1, 0.1), step=3)], shard="optimizer")
         ),
         "optimizer": error_of(lambda: changed(callbacks=[After(age_on_last_rank, step=3)])),
+        "no state": error_of(lambda: changed(callbacks=[After(forget_on_last_rank, step=3)])),
     }
     found["saved"] = sorted(path.name for path in Path(folder).glob("checkpoints/*step*"))
     last_bit = 2.0**-20
@@ -304,14 +313,188 @@ def test_ranks_that_differ_end_the_training_before_a_save(backend: str, size: in
     assert all(rank | unlike == found[0] | unlike for rank in found)
     first = found[0]
     begin = f"{ReplicasDifferError.__name__}: The ranks no longer train one model: "
+    others = ", ".join(map(str, range(1, size)))
     for name in ("changed", "sharded"):
-        assert first[name].startswith(f"{begin}2.weight of rank 1 is not that of the first of its copies. ")
+        assert first[name].startswith(f"{begin}2.weight on rank 1 differs from rank 0. ")
         assert "something else has changed it on some ranks" in first[name]
-    assert first["optimizer"].startswith(f"{begin}momentum_buffer of 0.bias of rank {size - 1} ")
+    state = f"{begin}momentum_buffer of 0.bias on rank"
+    assert first["optimizer"].startswith(f"{state} {size - 1} differs from rank 0")
+    assert first["no state"].startswith(f"{state} {others} differs from rank 0")
     assert len(first["saved"]) == 1
     for name in ("unfrozen", "group added", "unfrozen after a step"):
-        assert first[name].startswith(f"{begin}0.weight of rank ")
+        assert first[name].startswith(f"{begin}0.weight on rank {others} differs from rank 0")
         assert "Its gradient is not exchanged: it was frozen at the start" in first[name]
     if backend == "horovod":  # DDP finds that the old head has got no gradient
-        assert first["head replaced"].startswith(f"{begin}2.weight of rank ")
+        assert first["head replaced"].startswith(f"{begin}2.weight on rank {others} differs from rank 0")
         assert "was put in after the start" in first["head replaced"]
+
+
+class AtEnd(Callback):
+    """A callback that gathers the weights of all stages after the last epoch, on rank 0."""
+
+    weights: dict[str, Tensor] | None = None
+
+    def on_epoch_end(self, run: Any, record: dict[str, Any]) -> None:
+        if record["epoch"] == EPOCHS:
+            self.weights = run.placement.gather(state_on_this_stage(run.model))
+
+
+def deep() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def freeze_stage(run: Any) -> None:
+    run.model[0].requires_grad_(False)
+    run.model[2].requires_grad_(False)
+
+
+def in_stages(backend: str, **parts: Any) -> tuple[int, dict[str, Any]]:
+    """Freeze and unfreeze a layer of the first stage, and then all of them; return weights, and the error."""
+
+    def fit_deep(act: Any, begin: bool = True) -> list[float]:
+        model, end = deep(), AtEnd()
+        model[0].requires_grad_(begin)
+        how = {"optimizer": sgd(model.parameters()), "loss": LOSS, "callbacks": [After(act, epoch=1), end]}
+        usual = {"epochs": EPOCHS, "global_batch_size": GLOBAL_BATCH, "workers": 0}
+        fit(options_of(backend, **usual, **parts), model, data(), **how)
+        return [float(number) for tensor in (end.weights or {}).values() for number in tensor.flatten()]
+
+    found: dict[str, Any] = {"unfrozen": fit_deep(unfreeze, begin=False), "frozen": fit_deep(freeze)}
+    found["error"] = error_of(lambda: fit_deep(freeze_stage)) if parts else ""
+    return detect(os.environ).rank, found
+
+
+@pytest.mark.parametrize("backend", [case("ddp"), case("horovod")])
+def test_what_a_callback_changes_in_stages_is_exchanged(backend: str) -> None:
+    parts = {"stages": 2, "chunks": 2, "balance": "3,2"}
+    ranks = run_ranks(in_stages, num_processes=4, args=(backend,), kwargs=parts, timeout_s=120)
+    [whole] = run_ranks(in_stages, num_processes=1, args=("single",))
+    for name in ("unfrozen", "frozen"):
+        assert ranks[0][name] == pytest.approx(whole[name], rel=RTOL, abs=RTOL)
+    assert whole["unfrozen"] != whole["frozen"]
+    assert "All parameters of the first stage (0, 1, 2) are frozen" in ranks[0]["error"]
+
+
+class Buffers(nn.Module):
+    """A model with buffers of many kinds, of which each rank changes some by its own data."""
+
+    averaged_buffers = ("mean",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(2, 1), nn.BatchNorm1d(2)
+        self.norm.eval()
+        self.norm.running_mean.fill_(0.1)  # frozen: a third of three times 0.1 is another number
+        table = torch.linspace(0.1, 7, 200)
+        self.register_buffer("mask", torch.full((4,), torch.finfo(torch.float32).min))
+        self.register_buffer("fp16", table.half())
+        self.register_buffer("bf16", table.bfloat16())
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("bank", torch.zeros(5, 2))
+        self.register_buffer("place", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.eval()
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.5)
+                self.bank[int(self.place)] = x[0]
+                self.place.add_(1).remainder_(5)
+        return self.layer(self.norm(x)) + self.bank.sum() * 1e-3
+
+
+class Misnamed(Buffers):
+    averaged_buffers = ("maen",)
+
+
+class SeeBuffers(Callback):
+    """A callback that keeps the buffers that a rank has in the middle of an epoch, and at its end."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, list[float]]] = []
+
+    def on_step_end(self, run: Any, result: Any) -> None:
+        if run.progress.step == 2:
+            self.keep(run)
+
+    def on_epoch_end(self, run: Any, record: dict[str, Any]) -> None:
+        self.keep(run)
+
+    def keep(self, run: Any) -> None:
+        self.seen.append({name: b.float().flatten().tolist() for name, b in run.model.named_buffers()})
+
+
+def buffers(backend: str, folder: str) -> tuple[int, Any]:
+    """Train with buffers, undisturbed and in two parts that meet inside the second epoch."""
+
+    def fit_buffers(kind: type[Buffers], callbacks: Any = (), **options: Any) -> list[float]:
+        torch.manual_seed(2)
+        model = kind()
+        usual: dict[str, Any] = {"epochs": 2, "global_batch_size": GLOBAL_BATCH, "workers": 0}
+        how = {"optimizer": sgd(model.parameters()), "loss": nn.functional.mse_loss, "callbacks": callbacks}
+        fit(options_of(backend, **usual | options), model, data(), data(), **how)
+        return [float(n) for tensor in model.state_dict().values() for n in tensor.float().flatten()]
+
+    see = SeeBuffers()
+    whole = fit_buffers(Buffers, [see])
+    fit_buffers(Buffers, max_steps=5, log_dir=folder)
+    resumed = fit_buffers(Buffers, log_dir=folder, resume="auto")
+    wrong = error_of(lambda: fit_buffers(Misnamed))
+    return detect(os.environ).rank, (see.seen, whole == resumed, wrong)
+
+
+@pytest.mark.parametrize(("backend", "size"), [case("single", 1), case("ddp", 3), case("horovod", 3)])
+def test_only_statistics_are_averaged(backend: str, size: int, tmp_path: Path) -> None:
+    ranks = run_ranks(buffers, num_processes=size, args=(backend, str(tmp_path)), timeout_s=100)
+    inside, after, _ = zip(*(seen for seen, *_ in ranks), strict=True)
+    fresh = {name: b.float().flatten().tolist() for name, b in Buffers().named_buffers()}
+    for rank in after:
+        assert rank == after[0]
+        for name in ("mask", "fp16", "bf16", "norm.running_mean", "norm.running_var"):
+            assert rank[name] == fresh[name], name
+    if size > 1:
+        assert inside[0]["bank"] != inside[1]["bank"]  # each rank's own, in training
+        assert inside[0]["mean"] != inside[1]["mean"]
+    # The third step of the epoch has changed the third row; what is in the others, rank 0 has had before.
+    assert after[0]["bank"][:4] == inside[0]["bank"][:4]
+    assert all(is_same for _, is_same, _ in ranks)
+    assert "names 'maen' in averaged_buffers" in ranks[0][2]
+
+
+def freeze_late(run: Any) -> None:
+    run.model[0].requires_grad_(False)
+
+
+def refused(backend: str) -> tuple[int, dict[str, str]]:
+    """Return the error of each change that cannot be followed."""
+    alone = nn.Parameter(torch.zeros(3))
+    cases: dict[str, Any] = {
+        "foreign": lambda: fit(
+            options_of(backend), model := net(), data(), optimizer=sgd([*model.parameters(), alone]), loss=LOSS
+        ),
+        "added": lambda: train(
+            backend, "plain", [After(lambda run: run.optimizer.add_param_group({"params": [alone]}), epoch=1)]
+        ),
+        "head not given": lambda: train(
+            backend, "plain", [After(lambda run: setattr(run.model, "2", nn.Linear(3, 1)), epoch=1)]
+        ),
+        "block": lambda: train(backend, "head replaced", activation_checkpointing="blocks"),
+    }
+    if backend == "ddp":
+        cases["slices"] = lambda: train(backend, "plain", [After(freeze_late, epoch=1)], shard="full")
+        cases["loss in stages"] = lambda: train(backend, "loss with parameters", chunks=2)
+    return detect(os.environ).rank, {name: error_of(run) for name, run in cases.items()}
+
+
+@pytest.mark.parametrize("backend", [case("ddp"), case("horovod")])
+def test_what_cannot_be_followed_is_refused_by_name(backend: str) -> None:
+    for found in run_ranks(refused, num_processes=2, args=(backend,), timeout_s=100):
+        neither = "The optimizer updates a parameter that neither the model nor the loss has: "
+        assert f"{neither}4 of its group 0, [3]" in found["foreign"]
+        assert f"{neither}0 of its group 1, [3]" in found["added"]
+        assert f"{neither}2 of its group 0, 2.weight before, [1, 3]" in found["head not given"]
+        assert "2.weight was put into the model after the start" in found["block"]
+        if backend == "ddp":
+            assert "0.weight was frozen after the start, and --shard full gathers" in found["slices"]
+            assert "LossWithScale) has parameters, which --chunks has no place for" in found["loss in stages"]

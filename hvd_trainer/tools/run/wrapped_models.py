@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Wrapped:
-    """What one wrapper exchanges gradients of."""
+    """The parameters of one wrapper."""
 
     names: list[str]
     parameters: Sequence[Tensor]

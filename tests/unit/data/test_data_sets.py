@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from hvd_trainer import Callback, RunView
 from hvd_trainer.backends import Backend
 from hvd_trainer.data import DataShard, LoaderPlan, make_loader, samples_in
-from hvd_trainer.data.batch import first_samples, to_device
+from hvd_trainer.data.batch import collated_samples, first_samples, to_device
 from hvd_trainer.errors import DataError, OptionError
 from hvd_trainer.faults import preemption
 from hvd_trainer.measure.stacks import count_elements
@@ -347,3 +347,21 @@ def test_loader_processes_of_a_fork_server_have_pytorch(tmp_path: Path) -> None:
     script.write_text(FORK_SERVER)
     done = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True)
     assert done.stdout == "PyTorch is imported\n"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "samples"),
+    [
+        ((5, 3), (5,), 5),  # three of eight were dropped
+        ((5, 8), (5, 8), 8),  # (T, N), with fewer steps of time than samples
+        ((9, 8), (9, 8), 8),
+        ((5, 8, 2), (5, 8), 8),
+        ((40,), (40,), 8),  # packed
+        ((2, 20), (2, 20), 2),  # packed to rows
+        ((5, 8), (5,), 5),  # dropped, and texts as long as the batch
+        ((8, 3), (5,), 8),  # such as one target per box
+        ((0, 3), (0,), 0),
+    ],
+)
+def test_samples_that_a_collate_has_left(inputs: Any, targets: Any, samples: int) -> None:
+    assert collated_samples((torch.zeros(inputs), torch.zeros(targets)), 8) == samples
