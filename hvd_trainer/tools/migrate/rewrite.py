@@ -222,7 +222,8 @@ class Rewriter(cst.CSTTransformer):
             if rule and m.matches(statement, SKIP):
                 self.used.append((source.line(statement), rule))
                 lead = [line for line in lead if not line.comment]
-                rows += updated.body.body
+                on_one_line = isinstance(updated.body, cst.SimpleStatementSuite)  # `with ...: optimizer.step()`
+                rows += [cst.SimpleStatementLine(updated.body.body)] if on_one_line else updated.body.body
             elif not is_gone:
                 rows.append(updated.with_changes(leading_lines=()))
             if rows:

@@ -209,6 +209,16 @@ def test_lines_with_more_than_a_call_keep_the_rest() -> None:
     assert "if ready: dist.init_process_group()\n" in one(HEAD + "if ready: hvd.init()\n").after
 
 
+def test_a_step_on_the_line_of_its_with_is_rewritten_alike() -> None:
+    """It ended in a traceback."""
+    before = CASES["synchronize"].before
+    on_one_line = before.replace(
+        "skip_synchronize():\n    optimizer.step()", "skip_synchronize(): optimizer.step()"
+    )
+    assert on_one_line != before
+    assert one(on_one_line).after == one(before).after
+
+
 @pytest.mark.parametrize("case", ["world", "allreduce", "compression", "passes in a loop"])
 def test_line_ends_stay_as_they_are(case: str) -> None:
     before = CASES[case].before
