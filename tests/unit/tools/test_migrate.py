@@ -211,12 +211,11 @@ def test_lines_with_more_than_a_call_keep_the_rest() -> None:
 
 def test_a_step_on_the_line_of_its_with_is_rewritten_alike() -> None:
     """It ended in a traceback."""
-    before = CASES["synchronize"].before
-    on_one_line = before.replace(
-        "skip_synchronize():\n    optimizer.step()", "skip_synchronize(): optimizer.step()"
-    )
-    assert on_one_line != before
-    assert one(on_one_line).after == one(before).after
+    before, below = CASES["synchronize"].before, "\n    scaler.step(optimizer)\n    scaler.update()\n"
+    beside = "scaler.step(optimizer); scaler.update()\n"
+    assert below in before
+    after = one(before.replace(below, f" {beside}")).after
+    assert after == one(before).after.replace("scaler.step(optimizer)\nscaler.update()\n", beside)
 
 
 @pytest.mark.parametrize("case", ["world", "allreduce", "compression", "passes in a loop"])
