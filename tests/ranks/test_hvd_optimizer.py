@@ -705,7 +705,7 @@ def test_operations_fail_once_a_rank_has_shut_down(in_known_step: bool) -> None:
 def test_stall_names_the_missing_rank_and_ends_the_wait(in_known_step: bool) -> None:
     args = ["never comes", in_known_step]
     name = r"bucket\.weight\.1" if in_known_step else "weight"
-    told = rf"(?s)failure: rank 2 of 3 .*rank 1: .*, waits for 4 s in allreduce\.{name} for rank 2"
+    told = rf"(?s)failure: rank 2 of 3 .*rank 1: .*, waits for [34] s in allreduce\.{name} for rank 2"
     with pytest.raises(LaunchError, match=told):
         run_ranks(last_rank_leaves, num_processes=3, args=args, env=STALL)
 
