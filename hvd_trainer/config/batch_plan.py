@@ -21,13 +21,16 @@ class BatchPlan:
     """backward passes per step of each rank, or virtual rank"""
     per_rank: int = 1
     """virtual ranks of each rank; 1 without --reproducible"""
+    whole: int | None = None
+    """samples of one backward pass of all ranks, where they need not divide by `size`: those of a `DataLoader`"""
 
     @classmethod
-    def of(cls, options: TrainOptions, replicas: int) -> BatchPlan:
+    def of(cls, options: TrainOptions, replicas: int, whole: int | None = None) -> BatchPlan:
         """Derive the batch per rank, or per replica of the model where several ranks share one.
 
         Args:
             replicas: number of whole models; the ranks, if each has one.
+            whole: samples of a `DataLoader`'s batch, the longest; None: the options have the size.
 
         Raises:
             OptionError: the global batch does not divide among the ranks, or the virtual ranks do not.
@@ -39,6 +42,8 @@ class BatchPlan:
                 f"--reproducible {size} runs on {possible} ranks, each with as many virtual ranks, and not on "
                 f"{replicas}."
             )
+        if whole is not None:
+            return cls(size, -(-whole // size), options.accumulate, size // replicas, whole)
         wanted, parts = options.global_batch_size, size * options.accumulate
         if wanted is None:
             return cls(size, options.batch_size, options.accumulate, size // replicas)
@@ -66,7 +71,7 @@ class BatchPlan:
     @property
     def global_batch_size(self) -> int:
         """Return the number of samples of all ranks in a step."""
-        return self.size * self.batch_size * self.accumulate
+        return (self.whole or self.size * self.batch_size) * self.accumulate
 
     def count_steps(self, batches: int | None) -> int | None:
         """Return the steps in which a rank takes a number of batches; None if that is not known."""

@@ -58,9 +58,7 @@ def _batch_mistakes(options: TrainerOptions, replicas: int) -> Iterator[str]:
     except OptionError as error:
         yield str(error)
         return
-    # The size by default, be it a job's own, is not what somebody has asked for.
-    usual = (TrainOptions.batch_size, getattr(default_of(type(options), "train"), "batch_size", None))
-    if train.batch_size not in (plan.batch_size, *usual):
+    if train.batch_size not in (plan.batch_size, *usual_batch_sizes(options)):
         yield (
             f"--batch-size {train.batch_size} and --global-batch-size {train.global_batch_size} contradict each "
             f"other: with {plan.among} the batch size is {plan.batch_size}. Leave one out"
@@ -70,3 +68,8 @@ def _batch_mistakes(options: TrainerOptions, replicas: int) -> Iterator[str]:
             f"--chunks {chunks} cuts a batch of {plan.batch_size} into less than one sample. Type --chunks "
             f"{plan.batch_size} or less, or a larger batch"
         )
+
+
+def usual_batch_sizes(options: TrainerOptions) -> tuple[int | None, ...]:
+    """Return the values of `--batch-size` by default, also a job's own: nobody has asked for them."""
+    return TrainOptions.batch_size, getattr(default_of(type(options), "train"), "batch_size", None)

@@ -2,6 +2,7 @@
 
 from hvd_trainer.data.batch import Batch, mean_samples, samples_in, samples_taken
 from hvd_trainer.data.batch_source import BatchSource
+from hvd_trainer.data.data_loader import DrawnBatches, draw_batches
 from hvd_trainer.data.dataset import Normalise, TensorData
 from hvd_trainer.data.factory import make_loader
 from hvd_trainer.data.loader import DataShard, Loader, LoaderPlan
@@ -11,10 +12,12 @@ __all__ = [
     "Batch",
     "BatchSource",
     "DataShard",
+    "DrawnBatches",
     "Loader",
     "LoaderPlan",
     "Normalise",
     "TensorData",
+    "draw_batches",
     "make_loader",
     "mean_samples",
     "once_per_node",

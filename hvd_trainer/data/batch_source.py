@@ -7,9 +7,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.data.batch import Batch, as_pair, first_samples, samples_in
-from hvd_trainer.data.loader import CPU, EVALUATION, DataShard, Loader, LoaderPlan
+from hvd_trainer.data.loader import DataShard, Loader, LoaderPlan
+from hvd_trainer.data.shard import EVALUATION
 from hvd_trainer.data.stream import equal_batches
 from hvd_trainer.errors import DataError, OptionError
+from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.rng import derive_seed, iterate_isolated
 
 
@@ -113,7 +115,7 @@ class SourceLoader(Loader):
         """
         seed = derive_seed(self.plan.seed, epoch, self._shard.number)
         limit, first = self.plan.batch_size, 0
-        for number, batch in enumerate(map(as_pair, iterate_isolated(self._raw(epoch), seed, CPU))):
+        for number, batch in enumerate(map(as_pair, iterate_isolated(self._raw(epoch), seed, accelerator.CPU))):
             count = samples_in(batch)
             if count == 0:
                 raise DataError(f"{self.name} gave an empty batch: leave it out.")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pickle import PicklingError
 from typing import Any, NamedTuple
 
@@ -21,9 +21,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.data.batch import Batch, CountedBatch, as_pair, collated_samples
+from hvd_trainer.data.data_loader import DrawnBatches
 from hvd_trainer.data.dataset import TensorData
 from hvd_trainer.data.shard import (
+    EVALUATION,
     BatchKey,
+    Chosen,
     epoch_order,
     evaluation_share,
     num_batches,
@@ -38,9 +41,6 @@ from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.rng import derive_seed, isolated_rng, seed_all
 
 MAX_WORKERS = 8
-EVALUATION = -1
-"""The epoch in the seeds of random transforms during evaluation."""
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,14 @@ class LoaderPlan:
     """converts the inputs of a batch on the training device"""
     renew_workers: bool = False
     """whether workers start again with each pass: they have copies of the data set, which a callback may change"""
+    drawn: DrawnBatches | None = None
+    """the batches of a `DataLoader`; None: of `batch_size`, in the order of seed and epoch"""
+    drop_last: bool = False
+    """whether a stream's last samples are left out if they fill no batch"""
+    worker_init: Callable[[int], None] | None = None
+    """called in each worker process with its number"""
+    worker_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """further arguments of the `DataLoader` that starts the worker processes"""
 
 
 class DataShard(NamedTuple):
@@ -131,11 +139,12 @@ class Loader(ABC):
         self._size = plan.virtual_ranks or shard.size
         parts_per_shard = self._size // shard.size
         self._parts = range(shard.number * parts_per_shard, (shard.number + 1) * parts_per_shard)
-        self.batches_per_epoch = (
-            None
-            if num_samples is None
-            else num_batches(num_samples, self._size, plan.batch_size) * len(self._parts)
-        )
+        self.batches_per_epoch = None
+        if plan.drawn is not None:
+            self.num_samples = plan.drawn.num_samples
+            self.batches_per_epoch = plan.drawn.num_batches * len(self._parts)
+        elif num_samples is not None:
+            self.batches_per_epoch = num_batches(num_samples, self._size, plan.batch_size) * len(self._parts)
 
     @abstractmethod
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
@@ -149,12 +158,12 @@ class Loader(ABC):
     def evaluation(self) -> Iterator[Batch]:
         """Yield this rank's share of all samples; over all ranks each sample comes exactly once."""
 
-    def _training(
-        self, epoch: int, consumed: int, device: torch.device = CPU
-    ) -> Iterator[tuple[BatchKey, Tensor]]:
-        """Return key and sample indices (on a device) of each of this rank's training batches."""
+    def _training(self, epoch: int, consumed: int, device: torch.device = accelerator.CPU) -> Iterable[Chosen]:
+        """Return the samples (their indices on a device) of each of this rank's training batches."""
         assert self.num_samples is not None
         plan, size = self.plan, self._size
+        if plan.drawn is not None:
+            return plan.drawn.training(epoch, self._parts, size, accumulate=plan.accumulate, consumed=consumed)
         order = epoch_order(self.num_samples, seed=plan.seed, epoch=epoch, shuffle=plan.shuffle)
         shares = [(part, training_share(order, part, size, consumed=consumed)) for part in self._parts]
         return training_batches(
@@ -166,14 +175,32 @@ class Loader(ABC):
             consumed=consumed,
         )
 
-    def _evaluation(self, device: torch.device = CPU) -> list[tuple[BatchKey, Tensor]]:
-        """Return key and sample indices (on a device) of each of this rank's evaluation batches."""
+    def _evaluation(self, device: torch.device = accelerator.CPU) -> list[Chosen]:
+        """Return the samples (their indices on a device) of each of this rank's evaluation batches."""
         assert self.num_samples is not None
         number, size = self._shard
+        if self.plan.drawn is not None:
+            return self.plan.drawn.evaluation(number, size)
         share = evaluation_share(self.num_samples, number, size).to(device)
         # `split` returns one empty part for an empty tensor, and no batch may be empty.
         batches = share.split(self.plan.batch_size) if len(share) else ()
-        return [(BatchKey(position, number), chosen) for position, chosen in enumerate(batches)]
+        return [Chosen(BatchKey(position, number), chosen) for position, chosen in enumerate(batches)]
+
+    def _weighed(self, batches: Iterator[Batch], chosen: Iterable[Chosen]) -> Iterator[Batch]:
+        """Yield training batches, those that are not as large on each shard with the samples that count."""
+        for one, batch in zip(chosen, batches, strict=True):
+            if one.samples is None or one.whole is None:
+                yield batch
+            elif isinstance(batch, CountedBatch):  # whose numbers the ranks will compare
+                batch.samples, batch.taken = min(batch.samples, one.samples), one.samples
+                yield batch
+            elif one.whole % self._size:
+                taken = one.whole if one.key.part == self._parts[0] else 0
+                counted = CountedBatch(batch, one.samples, taken)
+                counted.mean_samples = one.whole / self._size
+                yield counted
+            else:
+                yield batch
 
     def _to_device(self, batches: Iterable[Any]) -> Iterator[Batch]:
         return self._transformed(map(as_pair, self._transfer.move(batches)))
@@ -238,12 +265,25 @@ class TensorLoader(Loader):
         self.is_sent = self._inputs.device != device
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
-        return self._transformed(self._batches(epoch, self._training(epoch, consumed, self._inputs.device)))
+        chosen = self._training(epoch, consumed, self._inputs.device)
+        if self.plan.drawn is None:
+            return self._transformed(self._batches(epoch, chosen))
+        return self._weighed(self._transformed(self._batches(epoch, self._tensors(chosen))), chosen)
 
     def evaluation(self) -> Iterator[Batch]:
-        return self._transformed(self._batches(EVALUATION, self._evaluation(self._inputs.device)))
+        chosen = self._evaluation(self._inputs.device)
+        if self.plan.drawn is not None:
+            chosen = self._tensors(chosen)
+        return self._transformed(self._batches(EVALUATION, chosen))
 
-    def _batches(self, epoch: int, batches: Iterable[tuple[BatchKey, Tensor]]) -> Iterator[Batch]:
+    def _tensors(self, chosen: Iterable[Chosen]) -> list[Chosen]:
+        """Return the same with tensors of indices, copied at once: each copy would be waited for."""
+        lists = [one.indices for one in chosen]
+        whole = torch.tensor(list(itertools.chain.from_iterable(lists)), dtype=torch.int64)
+        tensors = whole.to(self._inputs.device).split(list(map(len, lists)))
+        return [one._replace(indices=indices) for one, indices in zip(chosen, tensors, strict=True)]
+
+    def _batches(self, epoch: int, batches: Iterable[Chosen]) -> Iterator[Batch]:
         device = self.backend.device
         draws = self._data.transform is not None and not getattr(self._data.transform, "deterministic", False)
         taken = self._raw(batches)
@@ -256,10 +296,10 @@ class TensorLoader(Loader):
                 batch = self._data.take(inputs, targets)
             yield batch
 
-    def _raw(self, batches: Iterable[tuple[BatchKey, Tensor]]) -> Iterator[tuple[BatchKey, Tensor, Tensor]]:
+    def _raw(self, batches: Iterable[Chosen]) -> Iterator[tuple[BatchKey, Tensor, Tensor]]:
         """Yield batches before their transform, on the data set's device: they are copied in this compact form."""
-        for place, chosen in batches:
-            yield place, self._rows(self._inputs, chosen), self._rows(self._targets, chosen)
+        for one in batches:
+            yield one.key, self._rows(self._inputs, one.indices), self._rows(self._targets, one.indices)
 
     def _rows(self, tensor: Tensor, chosen: Tensor) -> Tensor:
         if not self.is_sent:
@@ -268,38 +308,49 @@ class TensorLoader(Loader):
         return torch.index_select(tensor, 0, chosen, out=rows)
 
 
-class _BatchSampler(Sampler[list[tuple[int, int]]]):
-    """The (epoch, index) pairs of each batch of one pass.
+class _Places(NamedTuple):
+    """The samples of a batch: their indices, and with the epoch the numbers that seed their random transforms."""
+
+    epoch: int
+    indices: list[Any]
+    numbers: list[int]
+
+
+class _BatchSampler(Sampler[Any]):
+    """The samples of each batch of one pass.
 
     They are set before each pass, so that the `DataLoader` and its workers stay.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.batches: Iterable[tuple[BatchKey, Tensor]] = ()
+        self.batches: Iterable[Chosen] = ()
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return ([(self.epoch, index) for index in batch.tolist()] for _, batch in self.batches)
+    def __iter__(self) -> Iterator[_Places]:
+        for one in self.batches:
+            indices = one.indices if isinstance(one.indices, list) else one.indices.tolist()
+            yield _Places(self.epoch, indices, indices if one.numbers is None else one.numbers)
 
 
 class _SeededDataset(Dataset[Any]):
     """A data set whose random transforms are seeded by seed, epoch and sample.
 
-    So a sample is the same whichever rank and worker loads it, and after a resume.
+    So a sample is the same whichever rank and worker loads it, and after a resume. If a sampler draws one several
+    times, its place in the epoch counts.
     """
 
     def __init__(self, data: Any, seed: int) -> None:
         self._data, self._seed = data, seed
 
-    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[Any]:
-        with isolated_rng(CPU) if get_worker_info() is None else nullcontext():
+    def __getitems__(self, places: _Places) -> list[Any]:
+        with isolated_rng(accelerator.CPU) if get_worker_info() is None else nullcontext():
             return self._samples(places)
 
-    def _samples(self, places: Sequence[tuple[int, int]]) -> list[Any]:
+    def _samples(self, places: _Places) -> list[Any]:
         several = getattr(self._data, "__getitems__", None)
         samples: list[Any] = []
-        for epoch, index in places:
-            seed_all(derive_seed(self._seed, epoch, index), CPU)
+        for index, number in zip(places.indices, places.numbers, strict=True):
+            seed_all(derive_seed(self._seed, places.epoch, number), accelerator.CPU)
             # One at a time: what a call for several draws would depend on the size of the batch.
             samples += [self._data[index]] if several is None else several([index])
         return samples
@@ -315,7 +366,7 @@ class DatasetLoader(Loader):
         plan: LoaderPlan,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        super().__init__(data, len(data), backend, plan)
+        super().__init__(data, len(data) if plan.drawn is None else None, backend, plan)
         self._sampler = _BatchSampler()
         # Batches of PyTorch's collate have as many samples as were asked for, on all ranks.
         self._is_counted = collate is not None
@@ -326,13 +377,16 @@ class DatasetLoader(Loader):
         self.num_workers = self._loader.num_workers
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
-        batches = self._pass(epoch, self._training(epoch, consumed))
+        chosen = self._training(epoch, consumed)
+        batches = self._pass(epoch, chosen)
+        if self.plan.drawn is not None:
+            batches = self._weighed(batches, chosen)
         return self._agreed(batches, None) if self._is_counted else batches
 
     def evaluation(self) -> Iterator[Batch]:
         return self._pass(EVALUATION, self._evaluation())
 
-    def _pass(self, epoch: int, batches: Iterable[tuple[BatchKey, Tensor]]) -> Iterator[Any]:
+    def _pass(self, epoch: int, batches: Iterable[Chosen]) -> Iterator[Any]:
         self._sampler.epoch, self._sampler.batches = epoch, batches
         return self._with_counts(self._loader) if self._is_counted else self._to_device(self._loader)
 
@@ -360,6 +414,18 @@ class _WorkerLoader(DataLoader[Any]):
             ) from error
 
 
+class _WorkerInit:
+    """Prepare a loader process: for signals, and as a user's function does; for `DataLoader(worker_init_fn=)`."""
+
+    def __init__(self, function: Callable[[int], None] | None) -> None:
+        self._function = function
+
+    def __call__(self, worker: int) -> None:
+        preemption.init_loader_worker(worker)
+        if self._function is not None:
+            self._function(worker)
+
+
 def torch_loader(
     data: Dataset[Any],
     backend: Backend,
@@ -381,8 +447,10 @@ def torch_loader(
         prefetch_factor=plan.prefetch if num_workers else None,
         collate_fn=collate,
         pin_memory=not accelerator.is_host(backend.device),
+        drop_last=plan.drop_last,
         persistent_workers=num_workers > 0 and batch_sampler is not None and not plan.renew_workers,
-        worker_init_fn=preemption.init_loader_worker,
+        worker_init_fn=_WorkerInit(plan.worker_init),
         # Without its own generator, each pass would draw the workers' seeds from the global one, as dropout does.
         generator=torch.Generator(),
+        **(plan.worker_kwargs if num_workers else {}),
     )

@@ -14,10 +14,13 @@ an epoch is one number: samples consumed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+EVALUATION = -1
+"""The epoch in the seeds of random transforms during evaluation."""
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> Tensor:
@@ -56,9 +59,23 @@ class BatchKey(NamedTuple):
     """the rank, or the virtual rank"""
 
 
+class Chosen(NamedTuple):
+    """The samples of one batch of a rank, by their indices."""
+
+    key: BatchKey
+    indices: Any
+    """a tensor, or of a `DataLoader` a list of what its sampler gives"""
+    numbers: list[int] | None = None
+    """those that seed the samples' random transforms; None: their indices"""
+    samples: int | None = None
+    """how many count; None: all"""
+    whole: int | None = None
+    """samples of all shards in this pass; None: as many for each shard"""
+
+
 def training_batches(
     shares: Sequence[tuple[int, Tensor]], *, size: int, batch_size: int, accumulate: int, consumed: int
-) -> Iterator[tuple[BatchKey, Tensor]]:
+) -> Iterator[Chosen]:
     """Yield one rank's batches of an epoch: those of each step together, part by part.
 
     Args:
@@ -73,7 +90,7 @@ def training_batches(
     for start in range(0, length, step):
         for part, share in shares:
             for first in range(start, min(start + step, length), batch_size):
-                yield BatchKey(consumed + first * size, part), share[first : first + batch_size]
+                yield Chosen(BatchKey(consumed + first * size, part), share[first : first + batch_size])
 
 
 def evaluation_share(num_samples: int, rank: int, size: int) -> Tensor:

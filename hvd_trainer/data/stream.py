@@ -23,8 +23,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 from hvd_trainer.backends import Backend
 from hvd_trainer.data.batch import Batch, CountedBatch, first_samples, samples_in
 from hvd_trainer.data.loader import (
-    CPU,
-    EVALUATION,
     Collate,
     DataShard,
     First,
@@ -33,7 +31,9 @@ from hvd_trainer.data.loader import (
     LoaderPlan,
     torch_loader,
 )
+from hvd_trainer.data.shard import EVALUATION
 from hvd_trainer.errors import DataError, OptionError
+from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.rng import derive_seed, iterate_isolated, seed_all
 from hvd_trainer.utils.tensors import as_bytes
 
@@ -53,7 +53,7 @@ class _Stream(IterableDataset[Any]):
             # the only one. A stream that shares itself out among the workers would leave out the others' parts.
             for name, value in {"id": 0, "num_workers": 1, "seed": self.seed}.items():
                 object.__setattr__(worker, name, value)  # its own refuses
-            seed_all(self.seed, CPU)
+            seed_all(self.seed, accelerator.CPU)
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(self.epoch)
         digest, is_first = "", True
@@ -121,7 +121,7 @@ class StreamLoader(Loader):
             self._stream.epoch = epoch
         self._stream.seed = seed = derive_seed(self.plan.seed, epoch)
         batches = self._with_counts(self._same_everywhere())
-        return batches if self._loader.num_workers else iterate_isolated(batches, seed, CPU)
+        return batches if self._loader.num_workers else iterate_isolated(batches, seed, accelerator.CPU)
 
     def _same_everywhere(self) -> Iterator[Given]:
         """Yield batches, once all ranks are known to read the same stream. A collective.

@@ -138,7 +138,7 @@ class TrainStep(StepParts):
                 return [WHOLE]
             whole = sum(map(mean_samples, batches))
             return [Share(number / whole) for number in samples]
-        self._weights = tuple(weight_of(self.weight, batch, self.backend.device) for batch in batches)
+        self._weights = tuple(self._weight_of(self.weight, batch) for batch in batches)
         self.backend.activity.enter("collective")
         weights = torch.stack(self._weights)
         factors = fractions(weights, self.mean_weight(weights))
@@ -146,7 +146,11 @@ class TrainStep(StepParts):
 
     def weigh(self, batch: Batch) -> Tensor | None:
         """Return a batch's weight, if there is a weight function."""
-        return None if self.weight is None else weight_of(self.weight, batch, self.backend.device)
+        return None if self.weight is None else self._weight_of(self.weight, batch)
+
+    def _weight_of(self, function: WeightFunction, batch: Batch) -> Tensor:
+        weight = weight_of(function, batch, self.backend.device)
+        return weight if samples_in(batch) else torch.zeros_like(weight)
 
     def mean_weight(self, weights: Tensor) -> Tensor:
         """Return the weight of a step, over the number of replicas whose gradients are averaged. A collective.
@@ -173,6 +177,8 @@ class TrainStep(StepParts):
 
     def count(self, result: ForwardResult, meter: Meter) -> None:
         """Add a forward pass to the meter; under `--non-finite skip` only after the update."""
+        if not result.samples:  # of a batch that has none for this rank
+            return
         if self.skips:
             self._uncounted.append(result)
         else:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvd_trainer.data import Batch, samples_in
+from hvd_trainer.errors import DataError
 from hvd_trainer.optim.step import ForwardResult
 from hvd_trainer.optim.weights import LossFunction, Share, fractions, mean_loss
 from hvd_trainer.utils.tensors import detached
@@ -34,10 +35,18 @@ def split_batch(
         10 samples, 4 chunks of 3     0 1 2 | 3 4 5 | 6 7 8 | 9 9 9     counts 3 3 3 1
 
     All have one shape, because a stage allocates its receive buffers only once.
+
+    Raises:
+        DataError: the batch has more samples than all micro-batches.
     """
     inputs, targets = batch
     samples = samples_in(batch)
-    places = torch.arange(chunks * size).clamp(max=samples - 1)
+    if samples > chunks * size:
+        raise DataError(
+            f"A batch has {samples} samples, and the longest of the first epoch made micro-batches of {chunks} x "
+            f"{size}: let the sampler's batches have equal sizes"
+        )
+    places = torch.arange(chunks * size).clamp(max=max(0, samples - 1))
     cut_up = []
     for start in range(0, chunks * size, size):
         end = max(start, min(start + size, samples))

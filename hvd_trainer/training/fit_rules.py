@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
 
 from hvd_trainer.backends import Backend
+from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.figures import BestFigure, StopCondition
+from hvd_trainer.config.launch_rules import usual_batch_sizes
 from hvd_trainer.config.options import SaveOptions, TrainerOptions
+from hvd_trainer.data.data_loader import unsupported
 from hvd_trainer.optim.loss_module import is_trained
 from hvd_trainer.optim.weights import LossFunction
 from hvd_trainer.utils import accelerator
@@ -21,12 +26,19 @@ def fit_mistakes(
     optimizer: Optimizer,
     loss: LossFunction,
     figures: Collection[str],
+    loaders: Collection[DataLoader[Any]],
+    collate: Callable[[list[Any]], Any] | None,
 ) -> Iterator[str]:
     """Yield a message for each option, or argument of `fit`, that does not go with the rest.
 
     Args:
         figures: those that epochs' records will have.
+        loaders: the data that comes as a `DataLoader`.
     """
+    for loader in loaders:
+        yield from unsupported(loader)
+    if loaders and collate is not None:
+        yield "collate= is for data sets, and a DataLoader has its own: write DataLoader(..., collate_fn=)"
     yield from _device_mistakes(options, backend)
     if _needs_closure(optimizer):
         yield (
@@ -41,6 +53,32 @@ def fit_mistakes(
     for typed, figure in _named_figures(options):
         if figure not in figures:
             yield f"{typed}: this job has no {figure}, but {', '.join(sorted(figures))}"
+
+
+def batch_mistakes(options: TrainerOptions, plan: BatchPlan, data: Any) -> Iterator[str]:
+    """Yield a message for each option that does not go with the batches of a `DataLoader`."""
+    if plan.whole is None:
+        return
+    train, parallel = options.train, options.parallel
+    change = f"Leave the option out, or change the DataLoader, whose longest batch has {plan.whole} samples"
+    if train.global_batch_size not in (None, plan.global_batch_size):
+        yield (
+            f"--global-batch-size {train.global_batch_size}: by its DataLoader a step has "
+            f"{plan.global_batch_size} samples. {change}"
+        )
+    if train.batch_size not in (plan.batch_size, *usual_batch_sizes(options)):
+        yield f"--batch-size {train.batch_size}: by its DataLoader it is {plan.batch_size}. {change}"
+    rest = plan.whole % plan.size
+    if isinstance(data.dataset, IterableDataset) and rest:
+        yield (
+            f"The DataLoader's batches of {plan.whole} samples of a stream do not divide among {plan.among}: "
+            f"write batch_size={plan.size * plan.batch_size}"
+        )
+    if parallel.is_staged and parallel.num_chunks > plan.batch_size:
+        yield (
+            f"--chunks {parallel.num_chunks} cuts a batch of {plan.batch_size} into less than one sample. Type "
+            f"--chunks {plan.batch_size} or less, or give the DataLoader larger batches"
+        )
 
 
 def _without_place_for_loss(options: TrainerOptions, backend: Backend) -> str | None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.checkpoint.manager import CheckpointManager, InMemorySnapshot
@@ -27,7 +28,7 @@ from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.checks import refuse
 from hvd_trainer.config.figures import StopCondition
 from hvd_trainer.config.options import TrainerOptions
-from hvd_trainer.data import Loader, LoaderPlan, make_loader
+from hvd_trainer.data import DrawnBatches, Loader, LoaderPlan, draw_batches, make_loader
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import observer
 from hvd_trainer.observe.callback import Callback, Observer, RunView, with_state
@@ -45,7 +46,7 @@ from hvd_trainer.optim.reproducible import ReproducibleStep
 from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.stage_placement import make_placement
-from hvd_trainer.training.fit_rules import fit_mistakes
+from hvd_trainer.training.fit_rules import batch_mistakes, fit_mistakes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +99,14 @@ class TrainingRun(RunView):
         self.stop_condition = StopCondition.parse(options.train.until)
         splits = ("train",) if inputs.val_data is None else ("train", "val")
         figures = [f"{split}_{name}" for split in splits for name in ("loss", *inputs.metrics)]
-        refuse(fit_mistakes(options, backend, inputs.optimizer, inputs.loss, figures))
+        loaders = [data for data in (inputs.train_data, inputs.val_data) if isinstance(data, DataLoader)]
+        refuse(fit_mistakes(options, backend, inputs.optimizer, inputs.loss, figures, loaders, inputs.collate))
         with ExitStack() as resources:  # closes what is open if a later part cannot be built
             exchange = "exchange" not in self.leave_out
             self.placement = make_placement(backend, options.parallel, options.train, exchange=exchange)
             resources.callback(self.placement.close)
-            self.plan = BatchPlan.of(options.train, self.placement.shard.size * backend.num_replicas)
+            drawn = draw_batches(inputs.train_data, backend, options.train.seed)
+            self.plan = self._make_plan(inputs.train_data, drawn)
             self.placement.set_batch_size(self.plan.batch_size)
             self.progress = Progress()
             self.peak_memory = PeakMemory(backend)
@@ -116,8 +119,11 @@ class TrainingRun(RunView):
             # Trackers neither end a training nor change its data.
             self.has_callbacks = any(not isinstance(callback, Tracker) for callback in inputs.callbacks)
             has_val = inputs.val_data is not None
-            self.train_loader = self._make_loader(inputs.train_data, inputs, shuffle=True)
-            self.val_loader = self._make_loader(inputs.val_data, inputs, shuffle=False) if has_val else None
+            self.train_loader = self._make_loader(inputs.train_data, drawn, inputs, shuffle=True)
+            drawn_val = draw_batches(inputs.val_data, backend, options.train.seed)
+            self.val_loader = (
+                self._make_loader(inputs.val_data, drawn_val, inputs, shuffle=False) if has_val else None
+            )
             self.step = self._make_step(inputs)
             self.optimizer = self.step.optimizer
             self.scheduler = make_scheduler(inputs.scheduler, self.optimizer)
@@ -136,7 +142,15 @@ class TrainingRun(RunView):
         if message is not None:
             yield observer(message, self.world.rank, self.world.size)
 
-    def _make_loader(self, data: Any, inputs: FitInputs, *, shuffle: bool) -> Loader:
+    def _make_plan(self, data: Any, drawn: DrawnBatches | None) -> BatchPlan:
+        """Return how a batch is shared out over ranks and passes: one of the options, or a `DataLoader`'s."""
+        whole = data.batch_size if isinstance(data, DataLoader) else None
+        replicas = self.placement.shard.size * self.backend.num_replicas
+        plan = BatchPlan.of(self.options.train, replicas, whole if drawn is None else drawn.batch_size)
+        refuse(batch_mistakes(self.options, plan, data))
+        return plan
+
+    def _make_loader(self, data: Any, drawn: DrawnBatches | None, inputs: FitInputs, *, shuffle: bool) -> Loader:
         train = self.options.train
         loader_plan = LoaderPlan(
             batch_size=self.plan.batch_size * self.backend.num_replicas,
@@ -149,6 +163,7 @@ class TrainingRun(RunView):
             prefetch=train.prefetch,
             batch_transform=inputs.batch_transform,
             renew_workers=self.has_callbacks,
+            drawn=drawn,
         )
         return make_loader(data, self.backend, loader_plan, collate=inputs.collate)
 
@@ -189,6 +204,8 @@ class TrainingRun(RunView):
         """Return what collects and restores the contents of a checkpoint."""
         parts: dict[str, Stateful | None]
         parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.step.scaler}
+        # Of a DataLoader whose samplers have generators.
+        parts["sampler"] = drawn if (drawn := self.train_loader.plan.drawn) and drawn.generators else None
         parts |= {"loss": self.loss} if isinstance(self.loss, nn.Module) and self.loss.state_dict() else {}
         return TrainState(
             backend=self.backend,

@@ -17,6 +17,7 @@ COLLECTIVES = {"cuda": "nccl", "xpu": "xccl"}
 RCCL."""
 HOROVOD = {"cuda"}
 """The accelerators whose tensors Horovod can exchange, if it was built for them."""
+CPU = torch.device("cpu")
 
 
 def kind() -> str | None:
