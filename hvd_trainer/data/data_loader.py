@@ -55,7 +55,7 @@ def unsupported(loader: DataLoader[Any]) -> Iterator[str]:
 def _samplers_of(loader: DataLoader[Any]) -> list[Any]:
     """Return the samplers of a `DataLoader`, with those inside others."""
     samplers: list[Any] = []
-    following: list[Any] = [loader.batch_sampler, loader.sampler]
+    following: list[Any] = [loader.batch_sampler]
     while following:
         sampler = following.pop(0)
         if sampler is not None and all(sampler is not other for other in samplers):
@@ -166,7 +166,7 @@ class DrawnBatches:
             return batches
         size = self._loader.batch_size
         if type(self._loader.batch_sampler) is BatchSampler and size is not None:
-            # Only the order is the sampler's: a run may go on with batches of another size.
+            # Only the order is the sampler's: a run may resume with batches of another size.
             order = list(itertools.chain.from_iterable(batches))
             return [order[first : first + size] for first in range(consumed, len(order), size)]
         done = 0
@@ -215,7 +215,7 @@ class DrawnBatches:
             if limit is not None and samples > limit:
                 raise DataError(
                     f"{self._names} gave more than {limit:,} samples, {MAX_REPEATS} times those of the data set, "
-                    f"and goes on. The order of an epoch is drawn at its start: let the sampler end each epoch."
+                    f"and does not end. The order of an epoch is drawn at its start: let the sampler end each epoch."
                 )
         if not batches:
             raise DataError(f"{self._names} gave no batch: give it more samples, or leave out drop_last=True.")

@@ -77,8 +77,8 @@ def _batch(run: RunView) -> str:
         parts = plural(plan.size, "copy of the model", "copies of the model")
     passes = plural(plan.accumulate, "pass", "passes")
     per_epoch = f"{steps} {'step' if steps == '1' else 'steps'} per epoch"
-    most = "" if plan.whole in (None, plan.size * plan.batch_size) else "at most "
-    return f"{most}{plan.batch_size} x {parts} x {passes} = {plan.global_batch_size} per step, {per_epoch}"
+    bound = "" if plan.whole in (None, plan.size * plan.batch_size) else "at most "
+    return f"{bound}{plan.batch_size} x {parts} x {passes} = {plan.global_batch_size} per step, {per_epoch}"
 
 
 def _rate(run: RunView) -> str:

@@ -26,8 +26,8 @@ def fit_mistakes(
     optimizer: Optimizer,
     loss: LossFunction,
     figures: Collection[str],
-    loaders: Collection[DataLoader[Any]],
-    collate: Callable[[list[Any]], Any] | None,
+    loaders: Collection[DataLoader[Any]] = (),
+    collate: Callable[[list[Any]], Any] | None = None,
 ) -> Iterator[str]:
     """Yield a message for each option, or argument of `fit`, that does not go with the rest.
 

@@ -167,8 +167,8 @@ class Trainer:
             model: any module that takes a batch of inputs.
             optimizer: any optimizer over its parameters.
             loss: returns the mean loss (a scalar) from outputs and targets: over samples, without a `weight`.
-            train_data, val_data: a `TensorData`, `Dataset` or `IterableDataset` of (inputs, targets), or a
-                `BatchSource` of batches.
+            train_data, val_data: a `TensorData`, `Dataset` or `IterableDataset` of (inputs, targets), a
+                `DataLoader` of one, whose batches are shared out over the ranks, or a `BatchSource` of batches.
             scheduler: stepped after each epoch; or a function that makes it from the optimizer. Scaling, warm-up
                 and decay of the learning rate multiply its rate while a step is taken.
             metrics: by name; functions of outputs and targets that return a value per sample or their mean over
@@ -177,7 +177,7 @@ class Trainer:
                 else than samples, their number, such as that of tokens. Passes and ranks are weighted by it, and
                 so are losses and metrics that are means, in training and evaluation.
             callbacks: called at the ends of steps and epochs, with the running training.
-            collate: makes a batch from a list of samples, as in `DataLoader`.
+            collate: makes a batch from a list of samples, as in `DataLoader`, which has its own.
             batch_transform: converts the inputs of each batch on the training device, such as bytes to normalised
                 floats, which are four times as many bytes to copy there. Random ones belong in the data set, where
                 each sample has its seed.

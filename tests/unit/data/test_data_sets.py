@@ -20,7 +20,7 @@ import torch
 import trainings
 from data_checks import Batches, SizedBatches, Stream, numbers
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from hvd_trainer import Callback, RunView
 from hvd_trainer.backends import Backend
@@ -93,7 +93,6 @@ class Bucketed(Dataset[Any]):
 
 
 BAD = [
-    (lambda: DataLoader(numbers(4)), "Give the data set, not a DataLoader"),
     (lambda: OfNothing(), "OfNothing: a data set has __len__ and __getitem__"),
     (lambda: 7, "Cannot load batches from a int"),
     (lambda: [], "The data set (list) is empty"),
