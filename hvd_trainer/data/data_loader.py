@@ -215,7 +215,7 @@ class DrawnBatches:
             if limit is not None and samples > limit:
                 raise DataError(
                     f"{self._names} gave more than {limit:,} samples, {MAX_REPEATS} times those of the data set, "
-                    f"and does not end. The order of an epoch is drawn at its start: let the sampler end each epoch."
+                    f"and does not end. The order of an epoch is drawn at its start: let the sampler end it."
                 )
         if not batches:
             raise DataError(f"{self._names} gave no batch: give it more samples, or leave out drop_last=True.")
