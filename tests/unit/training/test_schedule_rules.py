@@ -27,7 +27,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from trainings import fit, options_of, signs
 
 from hvd_trainer import Callback, CheckpointError, History, OptionError, RunView, TensorData, accuracy
-from hvd_trainer.training.schedule_rules import LENGTHS, Length, parts
+from hvd_trainer.config.options import TrainOptions
+from hvd_trainer.optim.schedule import Schedule
+from hvd_trainer.training.schedule_rules import LENGTHS, Length, parts, schedule_mistakes
 
 Make = Callable[[Any], LRScheduler]
 NUM = 40
@@ -174,6 +176,17 @@ def test_cycle_has_a_warmup_and_a_decay(curve: dict[str, Any]) -> None:
         OptionError, match="OneCycleLR warms up and decays by itself: leave out --warmup-epochs and "
     ):
         train(cycle(30), how=BY_STEP, **curve)
+
+
+def test_cycle_in_elastic_mode_needs_a_global_batch() -> None:
+    """Another number of ranks would have another number of steps."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+    for interval, size, refused in (("step", None, 1), ("step", 12, 0), ("epoch", None, 0)):
+        schedule = Schedule(cycle(6), optimizer, interval=interval)  # type: ignore[arg-type]
+        rest = TrainOptions(global_batch_size=size), {}, ["train_loss"]
+        mistakes = list(schedule_mistakes(schedule, optimizer, *rest, is_elastic=True))  # type: ignore[arg-type]
+        assert len(mistakes) == refused
+        assert not refused or "add --global-batch-size" in mistakes[0]
 
 
 EPOCHS = {"epochs": 3, "epochs_left": 3}
