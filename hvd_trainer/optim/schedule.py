@@ -28,6 +28,7 @@ class Schedule:
     Attributes:
         scheduler: it, or whatever the function has returned.
         figure: of an epoch's record, with which it is stepped; empty: it follows none.
+        is_by_steps: whether it is stepped after each optimizer step, and not after each epoch.
     """
 
     def __init__(
@@ -42,12 +43,11 @@ class Schedule:
         is_made = isinstance(scheduler, LRScheduler) or not callable(scheduler)
         self.scheduler: Any = scheduler if is_made else scheduler(optimizer)
         self.interval, self.metric = interval, metric
+        self.is_by_steps = interval == "step"
         self.figure = (metric or default_metric) if needs_figure(self.scheduler) else ""
 
     def after_step(self, skipped: bool | Tensor) -> None:
-        """Step the scheduler after an optimizer step, if it is stepped by steps; also after a skipped one."""
-        if self.scheduler is None or self.interval != "step":
-            return
+        """Step the scheduler after an optimizer step, also after one that was skipped."""
         with warnings.catch_warnings():
             if skipped is True:
                 # Without a step of the optimizer before, PyTorch warns that it is called in the wrong order.
@@ -55,8 +55,8 @@ class Schedule:
             self.scheduler.step()
 
     def after_epoch(self, figures: Mapping[str, float]) -> None:
-        """Step the scheduler after an epoch, with the figure that it follows, if it is stepped by epochs."""
-        if self.scheduler is not None and self.interval == "epoch":
+        """Step the scheduler, if there is one, after an epoch, with the figure that it follows."""
+        if self.scheduler is not None:
             self.scheduler.step(*([figures[self.figure]] if self.figure else []))
 
 

@@ -147,7 +147,8 @@ class TrainingLoop:
         progress.consumed += samples
         progress.samples += samples
         progress.count_skipped(result.skipped)
-        run.schedule.after_step(result.skipped)
+        if run.schedule.is_by_steps:
+            run.schedule.after_step(result.skipped)
         activity = run.backend.activity
         activity.finish_step(progress.step)
         if self._first_step_s is None:
@@ -181,7 +182,8 @@ class TrainingLoop:
             progress.epoch += 1
             progress.consumed = 0
             progress.figures = self._common_figures(record)
-            run.schedule.after_epoch(progress.figures)
+            if not run.schedule.is_by_steps:
+                run.schedule.after_epoch(progress.figures)
         run.backend.activity.enter("save")
         self._record("epoch", record)
         run.say(epoch_line(record, run.options.train.epochs))
