@@ -6,6 +6,7 @@ State that is equal on all ranks is kept once; state that differs is kept per ra
                                                    if ranks have shards or stages, of these what each has
     frozen                                         names of the parameters that are not trained
     data                                           seed and size of the data set: they set the order of its samples
+    sampler                                        states of its generators, that of a `DataLoader`
     callbacks                                      rank 0's, by name; given to all ranks
     jobs                                           names of the job that saved it
     ranks: random, metrics, buffers                on another number of ranks random numbers are seeded again,
@@ -74,7 +75,7 @@ class TrainState:
     """the bare module"""
     progress: Progress
     others: Mapping[str, Stateful]
-    """optimizer, scheduler, scaler and loss by these names, as far as the run has them"""
+    """optimizer, scheduler, scaler, sampler and loss by these names, as far as the run has them"""
     data: Mapping[str, Any]
     """seed and number of samples of the training set"""
     parts: ModelShards
@@ -83,6 +84,8 @@ class TrainState:
     """those that have a state, by name"""
     reproducible: bool = False
     """whether each step leaves equal buffers on all ranks"""
+    scheduler_step: str = "epoch"
+    """after what the scheduler is stepped: epoch or step"""
     metrics: Mapping[str, Any] | None = field(default=None, init=False)
     """the `Meter.state_dict` of this rank in a restored epoch; None at an epoch's start"""
 
@@ -122,7 +125,7 @@ class TrainState:
             "data": dict(self.data),
             "cut": self.parts.cut,
             "frozen": frozen,
-            "kinds": {name: type(part).__name__ for name, part in self.others.items()},
+            "kinds": {name: self._kind(name) for name in self.others},
             "ranks": ranks,
             "callbacks": callbacks,
             "jobs": sorted(self.backend.session.job.names),
@@ -180,6 +183,8 @@ class TrainState:
             CheckpointError: something is missing or does not fit. Nothing has been changed then, unless a value is
                 of another kind than its name says.
         """
+        if "data" in partial:
+            partial = {*partial, "sampler"}
         # A callback of rank 0 alone has a state, too.
         names = self.backend.collectives.broadcast_object(list(self.callbacks))
         try:
@@ -200,6 +205,7 @@ class TrainState:
         self._load_model(state["model"], reader)
         notes = [] if "frozen" in partial else self._load_frozen(state["frozen"])
         part: Any
+        own_settings = self._settings_of_scheduler()
         for name, part in self.others.items():
             if name not in partial and self._fits(state, name):
                 if name == "optimizer":
@@ -209,7 +215,10 @@ class TrainState:
                 restored.append(name)
             else:
                 reset.append(name)
-        if "optimizer" in reset and "scheduler" in restored:
+        if "scheduler" in self.others and not {"optimizer", "scheduler"}.isdisjoint(reset):
+            if "scheduler" in reset:
+                for group, settings in zip(self._groups, own_settings, strict=True):
+                    group.update(settings)
             self._take_rates_of_scheduler()
         self.progress.load_state_dict(state["progress"])
         if self.progress.consumed and ("data" in partial or state["data"] != self.data):
@@ -235,11 +244,26 @@ class TrainState:
         names = f"{', '.join(other[:3])}{', ...' if len(other) > 3 else ''}"
         return [f"frozen and unfrozen as it was: {names}"] if other else []
 
-    def _take_rates_of_scheduler(self) -> None:
-        """Set a new optimizer's learning rates to those at which its restored scheduler is."""
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups."""
         optimizer: Any = self.others["optimizer"]
+        return list(optimizer.param_groups)
+
+    def _settings_of_scheduler(self) -> list[dict[str, Any]]:
+        """Return what the scheduler has put into each group beside the rate, such as its peak and the momentum."""
+        if "scheduler" not in self.others:
+            return []
+        optimizer: Any = self.others["optimizer"]
+        others = {"params", *optimizer.defaults}
+        cycles = any("max_momentum" in group for group in self._groups)
+        others -= {"momentum", "betas"} if cycles else set()
+        return [{k: v for k, v in group.items() if k not in others} for group in self._groups]
+
+    def _take_rates_of_scheduler(self) -> None:
+        """Set the learning rates to those at which the scheduler is, of which one of the two is new."""
         scheduler: Any = self.others["scheduler"]
-        for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        for group, lr in zip(self._groups, scheduler.get_last_lr(), strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -325,8 +349,13 @@ class TrainState:
         return notes
 
     def _fits(self, state: Mapping[str, Any], name: str) -> bool:
-        """Return whether the state has this part, of the class that this run has."""
-        return name in state and state["kinds"].get(name) == type(self.others[name]).__name__
+        """Return whether the state has this part, of the kind that this run has."""
+        return name in state and state["kinds"].get(name) == self._kind(name)
+
+    def _kind(self, name: str) -> str:
+        """Return the class of a part; of a scheduler also whether it counts steps."""
+        kind = type(self.others[name]).__name__
+        return f"{kind} by steps" if name == "scheduler" and self.scheduler_step == "step" else kind
 
     def _find_mismatches(
         self, state: Mapping[str, Any], partial: Collection[str], callbacks: Sequence[str]
@@ -350,10 +379,10 @@ class TrainState:
                 mismatches += [f"{key} of its {name} is no number" for key in self._find_non_numbers(state, name)]
                 mismatches += self._find_other_groups(state, name)
                 continue
-            kind = f"its {name} is {state['kinds'][name]}, not {type(self.others[name]).__name__}"
+            kind = state["kinds"].get(name)
             mismatches.append(
-                (kind if name in state["kinds"] else f"it has no {name}")
-                + f" (to reset it: --resume-partial {name})"
+                (f"its {name} is {kind}, not {self._kind(name)}" if kind else f"it has no {name}")
+                + f" (to reset it: --resume-partial {'data' if name == 'sampler' else name})"
             )
         if "random" not in partial and any("random" not in rank for rank in state["ranks"]):
             mismatches.append("it has no random state (to reset it: --resume-partial random)")

@@ -112,6 +112,11 @@ class DrawnBatches:
         self.num_samples, self.num_batches = sum(map(len, batches)), len(batches)
 
     @property
+    def is_regular(self) -> bool:
+        """Whether batches have one size, but for the last, and epochs equally many: no sampler has made them."""
+        return type(self._loader.batch_sampler) is BatchSampler
+
+    @property
     def _names(self) -> str:
         return " with ".join(type(sampler).__name__ for sampler in self._samplers)
 
@@ -165,7 +170,7 @@ class DrawnBatches:
         if not consumed:
             return batches
         size = self._loader.batch_size
-        if type(self._loader.batch_sampler) is BatchSampler and size is not None:
+        if self.is_regular and size is not None:
             # Only the order is the sampler's: a run may resume with batches of another size.
             order = list(itertools.chain.from_iterable(batches))
             return [order[first : first + size] for first in range(consumed, len(order), size)]

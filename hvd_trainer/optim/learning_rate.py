@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hvd_trainer.config.options import Decay, TrainOptions
 from hvd_trainer.errors import OptionError
@@ -18,7 +17,6 @@ DECAYS: Mapping[Decay, Callable[[float], float]] = {
     "cosine": lambda decayed: (1 + math.cos(math.pi * decayed)) / 2,
 }
 """Each decay: the share of the rate that is left when a fraction of the decay is over."""
-Scheduler = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 
 class StepRate:
@@ -102,21 +100,6 @@ class StepRate:
             return warmup
         decayed = min(1.0, (epochs - self._warmup_epochs) / (self._epochs - self._warmup_epochs))
         return warmup * DECAYS[self._decay](decayed)
-
-
-def make_scheduler(scheduler: Scheduler | None, optimizer: Optimizer) -> LRScheduler | None:
-    """Return the scheduler; if a function was given, call it with the optimizer."""
-    if scheduler is None or isinstance(scheduler, LRScheduler):
-        return scheduler
-    return scheduler(optimizer)
-
-
-def step_scheduler(scheduler: LRScheduler | None, record: Mapping[str, Any]) -> None:
-    """Step the scheduler after an epoch; `ReduceLROnPlateau` gets the val loss, or the train loss without one."""
-    if isinstance(scheduler, ReduceLROnPlateau):
-        scheduler.step(record.get("val_loss", record["train_loss"]))
-    elif scheduler is not None:
-        scheduler.step()
 
 
 def check_curves(train: TrainOptions, num_samples: int | None) -> None:

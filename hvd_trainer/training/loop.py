@@ -27,7 +27,6 @@ from hvd_trainer.observe.callback import Callback, Observer
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.observe.progress import Bar
 from hvd_trainer.observe.summary import epoch_line, summary_line
-from hvd_trainer.optim.learning_rate import step_scheduler
 from hvd_trainer.optim.loss_module import set_training
 from hvd_trainer.optim.reproducible import deterministic_algorithms
 from hvd_trainer.training.interrupts import Interrupts
@@ -148,6 +147,8 @@ class TrainingLoop:
         progress.consumed += samples
         progress.samples += samples
         progress.count_skipped(result.skipped)
+        if run.schedule.is_by_steps:
+            run.schedule.after_step(result.skipped)
         activity = run.backend.activity
         activity.finish_step(progress.step)
         if self._first_step_s is None:
@@ -178,10 +179,11 @@ class TrainingLoop:
     def _finish_epoch(self, record: dict[str, Any], *, is_complete: bool) -> None:
         run, progress = self._run, self._run.progress
         if is_complete:
-            step_scheduler(run.scheduler, record)
             progress.epoch += 1
             progress.consumed = 0
             progress.figures = self._common_figures(record)
+            if not run.schedule.is_by_steps:
+                run.schedule.after_epoch(progress.figures)
         run.backend.activity.enter("save")
         self._record("epoch", record)
         run.say(epoch_line(record, run.options.train.epochs))
@@ -195,12 +197,12 @@ class TrainingLoop:
             run.manager.after_epoch(record, last=run.is_over)
 
     def _common_figures(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """Return an epoch's figures; the same on all ranks if the stop condition reads them.
+        """Return an epoch's figures; the same on all ranks if the stop condition or the scheduler reads them.
 
-        Each rank computes metric objects by itself, and all must stop after the same epoch.
+        Each rank computes metric objects by itself, and all must stop after the same epoch, and train at one rate.
         """
         figures = {key: value for key, value in record.items() if key.startswith(("train_", "val_"))}
-        shared = bool(self._run.stop_condition.figure)
+        shared = bool(self._run.stop_condition.figure or self._run.schedule.figure)
         return self._run.backend.collectives.broadcast_object(figures) if shared else figures
 
     @torch.no_grad()

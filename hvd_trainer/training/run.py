@@ -38,15 +38,17 @@ from hvd_trainer.observe.profile import Profile
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.observe.run_log import RunLog
 from hvd_trainer.observe.trackers import Tracker
-from hvd_trainer.optim.learning_rate import Scheduler, StepRate, check_curves, make_scheduler
+from hvd_trainer.optim.learning_rate import StepRate, check_curves
 from hvd_trainer.optim.loss_module import place_loss, with_loss
 from hvd_trainer.optim.non_finite import NonFiniteGuard
 from hvd_trainer.optim.replica_guard import ReplicaGuard
 from hvd_trainer.optim.reproducible import ReproducibleStep
+from hvd_trainer.optim.schedule import Interval, Schedule, Scheduler
 from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.stage_placement import make_placement
 from hvd_trainer.training.fit_rules import batch_mistakes, fit_mistakes
+from hvd_trainer.training.schedule_rules import Length, length_mistakes, schedule_mistakes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,8 @@ class FitInputs:
     train_data: Any
     val_data: Any
     scheduler: Scheduler | None
+    scheduler_step: Interval
+    scheduler_metric: str | None
     metrics: Mapping[str, Metric]
     weight: WeightFunction | None
     callbacks: Sequence[Callback]
@@ -100,7 +104,23 @@ class TrainingRun(RunView):
         splits = ("train",) if inputs.val_data is None else ("train", "val")
         figures = [f"{split}_{name}" for split in splits for name in ("loss", *inputs.metrics)]
         loaders = [data for data in (inputs.train_data, inputs.val_data) if isinstance(data, DataLoader)]
-        refuse(fit_mistakes(options, backend, inputs.optimizer, inputs.loss, figures, loaders, inputs.collate))
+        self.schedule = Schedule(
+            inputs.scheduler,
+            inputs.optimizer,
+            interval=inputs.scheduler_step,
+            metric=inputs.scheduler_metric,
+            default_metric=f"{splits[-1]}_loss",
+        )
+        mistakes = fit_mistakes(options, backend, inputs.optimizer, inputs.loss, figures, loaders, inputs.collate)
+        of_schedule = schedule_mistakes(
+            self.schedule,
+            inputs.optimizer,
+            options.train,
+            inputs.metrics,
+            figures,
+            is_elastic=backend.session.driver is not None,
+        )
+        refuse([*mistakes, *of_schedule])
         with ExitStack() as resources:  # closes what is open if a later part cannot be built
             exchange = "exchange" not in self.leave_out
             self.placement = make_placement(backend, options.parallel, options.train, exchange=exchange)
@@ -126,7 +146,6 @@ class TrainingRun(RunView):
             )
             self.step = self._make_step(inputs)
             self.optimizer = self.step.optimizer
-            self.scheduler = make_scheduler(inputs.scheduler, self.optimizer)
             replicated = None if self.placement.is_sharded else self.optimizer
             self.replicas = ReplicaGuard(backend, self.trained, replicated)
             self.state = self._make_state()
@@ -203,7 +222,7 @@ class TrainingRun(RunView):
     def _make_state(self) -> TrainState:
         """Return what collects and restores the contents of a checkpoint."""
         parts: dict[str, Stateful | None]
-        parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.step.scaler}
+        parts = {"optimizer": self.optimizer, "scheduler": self.schedule.scheduler, "scaler": self.step.scaler}
         # Of a DataLoader whose samplers have generators.
         parts["sampler"] = drawn if (drawn := self.train_loader.plan.drawn) and drawn.generators else None
         parts |= {"loss": self.loss} if isinstance(self.loss, nn.Module) and self.loss.state_dict() else {}
@@ -216,6 +235,7 @@ class TrainingRun(RunView):
             parts=self.placement,
             callbacks=with_state(self.callbacks),
             reproducible=self.options.train.reproducible is not None,
+            scheduler_step=self.schedule.interval,
         )
 
     def _make_rate(self) -> StepRate:
@@ -273,10 +293,39 @@ class TrainingRun(RunView):
         progress, samples = self.progress, self.train_loader.num_samples
         return progress.epoch + (0.0 if samples is None else min(1.0, progress.consumed / samples))
 
+    @property
+    def length(self) -> Length:
+        """How long this training is, and what is left of it."""
+        train, progress, samples = self.options.train, self.progress, self.train_loader.num_samples
+        epochs, steps, drawn = train.epochs - progress.epoch, self.steps_per_epoch, self.train_loader.plan.drawn
+        if steps is None or samples is None or (drawn is not None and not drawn.is_regular):
+            return Length(epochs=train.epochs, epochs_left=epochs)
+        rest = steps
+        if progress.consumed:
+            rest = min(steps, -(-max(0, samples - progress.consumed) // self.plan.global_batch_size))
+        return Length(
+            epochs=train.epochs,
+            epochs_left=epochs,
+            steps_per_epoch=steps,
+            steps_left=(epochs - 1) * steps + rest,
+            max_steps_left=None if train.max_steps is None else train.max_steps - progress.step,
+            batches_per_epoch=-(-samples // (self.plan.whole or self.plan.batch_size)),
+        )
+
+    def _is_over_now(self) -> bool:
+        """Return whether nothing is left to train of what is restored.
+
+        Raises:
+            OptionError: the scheduler's length does not go with what is left.
+        """
+        if not self.is_over:
+            refuse(length_mistakes(self.schedule, self.length))
+        return self.is_over
+
     def restore(self) -> None:
         """Resume from the newest snapshot or checkpoint, if there is one. A collective."""
         rate = self.rate.full
-        is_restored = self.manager.restore(seed=self.options.train.seed, is_over=lambda: self.is_over)
+        is_restored = self.manager.restore(seed=self.options.train.seed, is_over=self._is_over_now)
         if is_restored and self.rate.full != rate:
             self.say(f"resume   with the checkpoint's learning rate, {self.rate.full:g}, not {rate:g}")
         if is_restored and self.progress.stopped:

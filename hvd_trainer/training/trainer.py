@@ -38,8 +38,8 @@ from hvd_trainer.observe.log_handler import install_handler
 from hvd_trainer.observe.metrics import Metric
 from hvd_trainer.observe.run_folder import RESERVED
 from hvd_trainer.observe.summary import facts, startup_summary
-from hvd_trainer.optim.learning_rate import Scheduler
 from hvd_trainer.optim.reproducible import set_cublas_workspace
+from hvd_trainer.optim.schedule import Interval, Scheduler
 from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.grid import make_grid
 from hvd_trainer.training.loop import TrainingLoop, freeze_objects
@@ -154,6 +154,8 @@ class Trainer:
         val_data: Any = None,
         *,
         scheduler: Scheduler | None = None,
+        scheduler_step: Interval = "epoch",
+        scheduler_metric: str | None = None,
         metrics: Mapping[str, Metric] | None = None,
         weight: WeightFunction | None = None,
         callbacks: Sequence[Callback] = (),
@@ -169,8 +171,12 @@ class Trainer:
             loss: returns the mean loss (a scalar) from outputs and targets: over samples, without a `weight`.
             train_data, val_data: a `TensorData`, `Dataset` or `IterableDataset` of (inputs, targets), a
                 `DataLoader` of one, whose batches are shared out over the ranks, or a `BatchSource` of batches.
-            scheduler: stepped after each epoch; or a function that makes it from the optimizer. Scaling, warm-up
-                and decay of the learning rate multiply its rate while a step is taken.
+            scheduler: one of `torch.optim.lr_scheduler`; or a function that makes it from the optimizer. Scaling,
+                warm-up and decay of the learning rate multiply its rate while a step is taken.
+            scheduler_step: "epoch" or "step": after each of these the scheduler is stepped. A step is the
+                optimizer's, of all ranks and passes; one that was skipped counts.
+            scheduler_metric: the figure that `ReduceLROnPlateau` follows, such as "val_accuracy"; None: val_loss,
+                or train_loss without `val_data`.
             metrics: by name; functions of outputs and targets that return a value per sample or their mean over
                 the batch, or torchmetrics objects.
             weight: returns how much a batch, (inputs, targets), counts: where the loss is a mean over something
@@ -194,6 +200,8 @@ class Trainer:
             train_data=train_data,
             val_data=val_data,
             scheduler=scheduler,
+            scheduler_step=scheduler_step,
+            scheduler_metric=scheduler_metric,
             metrics=dict(metrics or {}),
             weight=weight,
             callbacks=callbacks,
