@@ -23,7 +23,7 @@ from hvd_trainer import Trainer
 from hvd_trainer.backends import create
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.data import draw_batches
-from hvd_trainer.errors import DataError
+from hvd_trainer.errors import CheckpointError, DataError
 from hvd_trainer.launch.world import detect
 
 pytestmark = pytest.mark.warm
@@ -65,7 +65,7 @@ def train(backend: str, kind: str, *, stop_after: int | None = None, **options: 
             history = trainer.fit(
                 model, optimizer, cross_entropy, data, val_data, metrics=metrics, callbacks=callbacks
             )
-    figures = [{key: record[key] for key in ("samples", "train_right", "val_right")} for record in history]
+    figures = [{key: record[key] for key in ("step", "samples", "train_right", "val_right")} for record in history]
     return {"start": start, "end": model.state_dict(), "figures": figures}
 
 
@@ -225,3 +225,18 @@ def test_a_share_that_does_not_count_weighs_nothing(backend: str) -> None:
         ),
     ):
         torch.testing.assert_close(ends, alone, rtol=1e-5, atol=1e-5)
+
+
+def resume_with_another(folder: str) -> list[str]:
+    """Resume a run whose loader has no generator with one that has, and by a new epoch."""
+    log = {"log_dir": folder, "save_every_steps": 1}
+    train("ddp", "list", stop_after=2, **log)
+    with pytest.raises(CheckpointError) as raised:
+        train("ddp", "weighted", resume="auto", **log)
+    again = train("ddp", "weighted", resume="auto", resume_partial=("data",), **log)
+    return [str(raised.value), digest(again["end"])]
+
+
+def test_another_sampler_begins_the_epoch_again(tmp_path: Path) -> None:
+    for error, _ in run_ranks(of_rank, num_processes=2, args=(resume_with_another, str(tmp_path))):
+        assert "it has no sampler (to reset it: --resume-partial data)" in error
