@@ -10,7 +10,7 @@ from hvd_trainer.data.batch import Batch, as_pair, first_samples, samples_in
 from hvd_trainer.data.loader import DataShard, Loader, LoaderPlan
 from hvd_trainer.data.shard import EVALUATION
 from hvd_trainer.data.stream import equal_batches
-from hvd_trainer.errors import DataError, OptionError
+from hvd_trainer.errors import DataError
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.rng import derive_seed, iterate_isolated
 
@@ -53,10 +53,6 @@ class SourceLoader(Loader):
     def __init__(self, source: BatchSource, backend: Backend, plan: LoaderPlan) -> None:
         length = len(source) if isinstance(source, Sized) else None
         super().__init__(source, length, backend, plan)
-        if plan.virtual_ranks is not None:
-            raise OptionError(
-                f"--reproducible needs a data set with a length and an order, and {self.name} gives batches."
-            )
         self._source = source
         self._samples_per_shard = None if length is None else length // self._shard.size
         if self._samples_per_shard is not None:

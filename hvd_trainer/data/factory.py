@@ -13,7 +13,7 @@ from hvd_trainer.data.batch_source import BatchSource, SourceLoader
 from hvd_trainer.data.dataset import TensorData
 from hvd_trainer.data.loader import DatasetLoader, Loader, LoaderPlan, TensorLoader
 from hvd_trainer.data.stream import StreamLoader
-from hvd_trainer.errors import DataError, OptionError
+from hvd_trainer.errors import DataError
 
 T = TypeVar("T")
 
@@ -36,20 +36,7 @@ def make_loader(
 
     Raises:
         DataError: `data` is none of these, or empty.
-        OptionError: virtual ranks for a stream or a source of batches, or prefetching without workers.
     """
-    loader = _make_loader(data, backend, plan, collate)
-    if plan.prefetch is not None and not loader.num_workers:
-        raise OptionError(
-            f"--prefetch {plan.prefetch} is for loader processes, and the data set ({loader.name}) is loaded "
-            f"without: {'' if loader.has_own_loader else 'add --workers 2, or '}leave it out"
-        )
-    return loader
-
-
-def _make_loader(
-    data: Any, backend: Backend, plan: LoaderPlan, collate: Callable[[list[Any]], Any] | None
-) -> Loader:
     if isinstance(data, DataLoader):
         data, plan, collate = _taken_from(data, backend, plan)
     kind = type(data).__name__

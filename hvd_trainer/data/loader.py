@@ -121,12 +121,14 @@ class Loader(ABC):
         batches_per_epoch: this rank's training batches in a whole epoch; None if unknown.
         in_memory: whether loading a batch is one operation on tensors.
         has_own_loader: whether the data comes in batches, for which the options of loading do not count.
+        shards_by_rank: whether each rank is given other samples than the others.
         is_sent: whether each batch is copied to the training device.
         num_workers: worker processes of this rank.
     """
 
     in_memory = False
     has_own_loader = False
+    shards_by_rank = False
     num_workers = 0
 
     def __init__(self, data: Any, num_samples: int | None, backend: Backend, plan: LoaderPlan) -> None:

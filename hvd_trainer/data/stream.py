@@ -32,7 +32,7 @@ from hvd_trainer.data.loader import (
     torch_loader,
 )
 from hvd_trainer.data.shard import EVALUATION
-from hvd_trainer.errors import DataError, OptionError
+from hvd_trainer.errors import DataError
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.rng import derive_seed, iterate_isolated, seed_all
 from hvd_trainer.utils.tensors import as_bytes
@@ -84,16 +84,8 @@ class StreamLoader(Loader):
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         super().__init__(data, None, backend, plan)
-        if plan.virtual_ranks is not None:
-            raise OptionError(
-                f"--reproducible needs a data set with a length and an order, and {self.name} is a stream."
-            )
         shards_by_rank = getattr(data, "shards_by_rank", None)
-        if shards_by_rank and self._shard.size != backend.world.size:
-            raise OptionError(
-                f"--stages gives several ranks the same samples, and {self.name} gives each rank others "
-                f"(shards_by_rank): let it give all samples, or leave out --stages."
-            )
+        self.shards_by_rank = bool(shards_by_rank)
         self._is_compared = shards_by_rank is None
         self._given_to = self._shard.size if shards_by_rank else 1
         shard = DataShard(0, 1) if shards_by_rank else self._shard

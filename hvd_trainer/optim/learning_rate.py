@@ -8,8 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from hvd_trainer.config.options import Decay, TrainOptions
-from hvd_trainer.errors import OptionError
+from hvd_trainer.config.options import Decay
 from hvd_trainer.observe.progress import Progress
 
 DECAYS: Mapping[Decay, Callable[[float], float]] = {
@@ -100,14 +99,3 @@ class StepRate:
             return warmup
         decayed = min(1.0, (epochs - self._warmup_epochs) / (self._epochs - self._warmup_epochs))
         return warmup * DECAYS[self._decay](decayed)
-
-
-def check_curves(train: TrainOptions, num_samples: int | None) -> None:
-    """Refuse a warm-up or a decay over epochs of an unknown length.
-
-    Raises:
-        OptionError: the options ask for one, and the data set does not know its length.
-    """
-    asked = {"--warmup-epochs": train.warmup_epochs > 0, "--lr-decay": train.lr_decay != "none"}
-    if num_samples is None and (options := [option for option, is_set in asked.items() if is_set]):
-        raise OptionError(f"{options[0]} needs a data set that knows its length; this one does not.")

@@ -1,4 +1,4 @@
-"""Which options do not go with a training's device, optimizer and metrics: what is known once ranks have met."""
+"""Which options do not go with a training's device, optimizer, metrics and data: known once ranks have met."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.figures import BestFigure, StopCondition
 from hvd_trainer.config.launch_rules import usual_batch_sizes
 from hvd_trainer.config.options import SaveOptions, TrainerOptions
+from hvd_trainer.data import Loader
 from hvd_trainer.data.data_loader import unsupported
 from hvd_trainer.optim.loss_module import is_trained
 from hvd_trainer.optim.weights import LossFunction
@@ -79,6 +80,29 @@ def batch_mistakes(options: TrainerOptions, plan: BatchPlan, data: Any) -> Itera
             f"--chunks {parallel.num_chunks} cuts a batch of {plan.batch_size} into less than one sample. Type "
             f"--chunks {plan.batch_size} or less, or give the DataLoader larger batches"
         )
+
+
+def data_mistakes(options: TrainerOptions, train_loader: Loader, val_loader: Loader | None) -> Iterator[str]:
+    """Yield a message for each option that does not go with the data."""
+    train = options.train
+    for loader in (train_loader,) if val_loader is None else (train_loader, val_loader):
+        if train.reproducible is not None and (loader.has_own_loader or loader.num_samples is None):
+            what = "gives batches" if loader.has_own_loader else "is a stream"
+            yield f"--reproducible needs a data set with a length and an order, and {loader.name} {what}"
+        if train.prefetch is not None and not loader.num_workers:
+            yield (
+                f"--prefetch {train.prefetch} is for loader processes, and the data set ({loader.name}) is loaded "
+                f"without: {'' if loader.has_own_loader else 'add --workers 2, or '}leave it out"
+            )
+        if loader.shards_by_rank and options.parallel.stages > 1:
+            yield (
+                f"--stages gives several ranks the same samples, and {loader.name} gives each rank others "
+                f"(shards_by_rank): let it give all samples, or leave out --stages"
+            )
+    curves = {"--warmup-epochs": train.warmup_epochs > 0, "--lr-decay": train.lr_decay != "none"}
+    for option, is_set in curves.items():
+        if is_set and train_loader.num_samples is None:
+            yield f"{option} needs a data set that knows its length, and {train_loader.name} does not"
 
 
 def _without_place_for_loss(options: TrainerOptions, backend: Backend) -> str | None:

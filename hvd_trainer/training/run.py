@@ -38,7 +38,7 @@ from hvd_trainer.observe.profile import Profile
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.observe.run_log import RunLog
 from hvd_trainer.observe.trackers import Tracker
-from hvd_trainer.optim.learning_rate import StepRate, check_curves
+from hvd_trainer.optim.learning_rate import StepRate
 from hvd_trainer.optim.loss_module import place_loss, with_loss
 from hvd_trainer.optim.non_finite import NonFiniteGuard
 from hvd_trainer.optim.replica_guard import ReplicaGuard
@@ -47,7 +47,7 @@ from hvd_trainer.optim.schedule import Interval, Schedule, Scheduler
 from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.stage_placement import make_placement
-from hvd_trainer.training.fit_rules import batch_mistakes, fit_mistakes
+from hvd_trainer.training.fit_rules import batch_mistakes, data_mistakes, fit_mistakes
 from hvd_trainer.training.schedule_rules import Length, length_mistakes, schedule_mistakes
 
 
@@ -127,6 +127,16 @@ class TrainingRun(RunView):
             resources.callback(self.placement.close)
             drawn = draw_batches(inputs.train_data, backend, options.train.seed)
             self.plan = self._make_plan(inputs.train_data, drawn)
+            # Trackers neither end a training nor change its data.
+            self.has_callbacks = any(not isinstance(callback, Tracker) for callback in inputs.callbacks)
+            has_val = inputs.val_data is not None
+            self.train_loader = self._make_loader(inputs.train_data, drawn, inputs, shuffle=True)
+            drawn_val = draw_batches(inputs.val_data, backend, options.train.seed)
+            self.val_loader = (
+                self._make_loader(inputs.val_data, drawn_val, inputs, shuffle=False) if has_val else None
+            )
+            of_batches = batch_mistakes(options, self.plan, inputs.train_data)
+            refuse([*of_batches, *data_mistakes(options, self.train_loader, self.val_loader)])
             self.placement.set_batch_size(self.plan.batch_size)
             self.progress = Progress()
             self.peak_memory = PeakMemory(backend)
@@ -136,14 +146,6 @@ class TrainingRun(RunView):
                 backend.session.monitor.log_folder = options.log.log_dir
             self.observers = list(self._make_observers(message))
             self.callbacks = [*inputs.callbacks, *self.observers]
-            # Trackers neither end a training nor change its data.
-            self.has_callbacks = any(not isinstance(callback, Tracker) for callback in inputs.callbacks)
-            has_val = inputs.val_data is not None
-            self.train_loader = self._make_loader(inputs.train_data, drawn, inputs, shuffle=True)
-            drawn_val = draw_batches(inputs.val_data, backend, options.train.seed)
-            self.val_loader = (
-                self._make_loader(inputs.val_data, drawn_val, inputs, shuffle=False) if has_val else None
-            )
             self.step = self._make_step(inputs)
             self.optimizer = self.step.optimizer
             replicated = None if self.placement.is_sharded else self.optimizer
@@ -165,9 +167,7 @@ class TrainingRun(RunView):
         """Return how a batch is shared out over ranks and passes: one of the options, or a `DataLoader`'s."""
         whole = data.batch_size if isinstance(data, DataLoader) else None
         replicas = self.placement.shard.size * self.backend.num_replicas
-        plan = BatchPlan.of(self.options.train, replicas, whole if drawn is None else drawn.batch_size)
-        refuse(batch_mistakes(self.options, plan, data))
-        return plan
+        return BatchPlan.of(self.options.train, replicas, whole if drawn is None else drawn.batch_size)
 
     def _make_loader(self, data: Any, drawn: DrawnBatches | None, inputs: FitInputs, *, shuffle: bool) -> Loader:
         train = self.options.train
@@ -240,7 +240,6 @@ class TrainingRun(RunView):
 
     def _make_rate(self) -> StepRate:
         train, samples = self.options.train, self.train_loader.num_samples
-        check_curves(train, samples)
         return StepRate(
             self.optimizer,
             self.progress,

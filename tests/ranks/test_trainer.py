@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from trainings import digest, fit, options_of, signs
 
-from hvd_trainer import Callback, OptionError, RunView, Trainer, accuracy
-from hvd_trainer.config.checks import flag
-from hvd_trainer.config.options import Decay, TrainOptions
+from hvd_trainer import Callback, RunView, Trainer, accuracy
+from hvd_trainer.config.options import Decay
 from hvd_trainer.errors import UserError
 from hvd_trainer.jobs.models import conv_net
 from hvd_trainer.observe.progress import Progress
-from hvd_trainer.optim.learning_rate import StepRate, check_curves
+from hvd_trainer.optim.learning_rate import StepRate
 from hvd_trainer.training.trainer import _finished
 
 NUM = 40
@@ -210,13 +209,6 @@ def test_learning_rates_follow_warmup_and_schedule(trained: dict[str, list[Any]]
     assert runs["decayed"]["own lr"] == 0.5
     wave = [(1 + math.cos(math.pi * step / 10)) / 2 for step in range(10)]
     assert runs["half a cosine"]["rates"] == pytest.approx([0.5 * share for share in wave])
-
-
-@pytest.mark.parametrize(("option", "value"), [("lr_decay", "cosine"), ("warmup_epochs", 0.5)])
-def test_decay_and_warmup_need_a_known_length(option: str, value: Any) -> None:
-    check_curves(TrainOptions(), None)
-    with pytest.raises(OptionError, match=f"{flag(option)} needs a data set that knows its length"):
-        check_curves(TrainOptions(**{option: value}), None)
 
 
 def rate_at(epochs: float, **curves: Any) -> float:

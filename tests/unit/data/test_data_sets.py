@@ -124,12 +124,6 @@ def test_invalid_data_set_is_named(make: Any, words: str) -> None:
     assert wanted in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [Stream, Batches])
-def test_data_without_an_order_is_refused_with_virtual_ranks(kind: Any, lone_backend: Backend) -> None:
-    with pytest.raises(OptionError, match=f"--reproducible needs .* and {kind.__name__} "):
-        make_loader(kind(8), lone_backend, LoaderPlan(4, virtual_ranks=1))
-
-
 def test_source_with_a_length_has_warmup_and_decay() -> None:
     options = {"epochs": 2, "batch_size": 4, "warmup_epochs": 0.5, "lr_decay": "linear"}
     rates: list[float] = []
@@ -145,12 +139,6 @@ def test_source_with_a_length_has_warmup_and_decay() -> None:
     assert [21e4 * rate for rate in rates] == pytest.approx([84 / 11, 168 / 11, 20, 16, 14, 10, 6, 2])
     with pytest.raises(OptionError, match="--warmup-epochs needs a data set that knows its length"):
         trainings.fit(trainings.options_of(**options), model, Batches(14), **how)
-
-
-def test_prefetching_from_a_source_of_batches_is_refused(lone_backend: Backend) -> None:
-    """The advice was to add --workers 2, of which a source knows nothing, either."""
-    with pytest.raises(OptionError, match="Batches.* is loaded without: leave it out"):
-        make_loader(Batches(8), lone_backend, LoaderPlan(4, num_workers=2, prefetch=2))
 
 
 def test_data_set_with_batches_is_no_source_of_batches() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 from trainings import fit, options_of, signs
 
 from hvd_trainer import OptionError
-from hvd_trainer.training.fit_rules import fit_mistakes
+from hvd_trainer.training.fit_rules import data_mistakes, fit_mistakes
 
 
 @pytest.mark.parametrize(
@@ -21,7 +24,9 @@ def test_stages_on_gpus_need_nccl(device: str, uses_nccl: bool, refused: bool) -
     """Gloo would take a GPU's address for one of the host's memory, and the job would crash."""
     backend: Any = SimpleNamespace(device=torch.device(device), uses_nccl=uses_nccl)
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
-    mistakes = list(fit_mistakes(options_of(stages=2), backend, optimizer, torch.nn.functional.mse_loss, []))
+    mistakes = list(
+        fit_mistakes(options_of(stages=2), backend, optimizer, torch.nn.functional.mse_loss, [], [], None)
+    )
     assert bool(mistakes) == refused
     if refused:
         assert "--stages 2 sends tensors of cuda:1 to other ranks" in mistakes[0]
@@ -42,6 +47,43 @@ def test_all_mistakes_of_a_training_are_told_at_once() -> None:
         assert words in str(caught.value)
 
 
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from zip(signs(4).inputs, signs(4).targets, strict=True)
+
+
+class Batches:
+    def batches(self, shard: Any, epoch: int | None) -> Iterator[Any]:
+        yield signs(4).inputs, signs(4).targets
+
+
+def test_all_mistakes_in_the_data_are_told_at_once(tmp_path: Path) -> None:
+    """One was told after the other, some by loaders; the log folder was there by then."""
+    folder = tmp_path / "log"
+    options = options_of(
+        reproducible=2, prefetch=2, workers=0, warmup_epochs=0.5, lr_decay="cosine", log_dir=str(folder)
+    )
+    with pytest.raises(OptionError) as caught:
+        fit(options, nn.Linear(6, 2), Stream(), Batches())
+    for words in (
+        "--reproducible needs a data set with a length and an order, and Stream is a stream",
+        "--prefetch 2 is for loader processes, and the data set (Stream) is loaded without: add --workers 2",
+        "--reproducible needs a data set with a length and an order, and Batches gives batches",
+        # A source of batches knows nothing of --workers.
+        "the data set (Batches) is loaded without: leave it out",
+        "--warmup-epochs needs a data set that knows its length, and Stream does not",
+        "--lr-decay needs a data set that knows its length, and Stream does not",
+    ):
+        assert words in str(caught.value)
+    assert not folder.exists()
+
+
+def test_stages_need_the_same_samples_on_all_ranks() -> None:
+    loader: Any = SimpleNamespace(name="Stream", shards_by_rank=True, num_samples=None)
+    (mistake,) = data_mistakes(options_of(stages=2), loader, None)
+    assert mistake.startswith("--stages gives several ranks the same samples, and Stream gives each rank others")
+
+
 OPTIMIZERS = sorted(torch.optim.Optimizer.__subclasses__(), key=lambda kind: kind.__name__)
 
 
@@ -50,5 +92,5 @@ def test_only_lbfgs_needs_a_closure(kind: Any) -> None:
     shape = (2, 2) if kind.__name__ == "Muon" else (2,)
     optimizer = kind([nn.Parameter(torch.zeros(shape))])
     backend: Any = SimpleNamespace(device=torch.device("cpu"))
-    mistakes = list(fit_mistakes(options_of(), backend, optimizer, nn.functional.mse_loss, []))
+    mistakes = list(fit_mistakes(options_of(), backend, optimizer, nn.functional.mse_loss, [], [], None))
     assert bool(mistakes) == (kind is torch.optim.LBFGS)
