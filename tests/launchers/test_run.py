@@ -36,6 +36,8 @@ total = torch.tensor([rank + 1.0])
 dist.all_reduce(total)
 assert os.environ["RANK"] == os.environ["HOROVOD_RANK"] == str(rank)
 assert os.environ["WORLD_SIZE"] == os.environ["HOROVOD_SIZE"] == str(size)
+assert os.environ["LOCAL_RANK"] == os.environ["HOROVOD_LOCAL_RANK"] == str(rank)
+assert os.environ["LOCAL_WORLD_SIZE"] == str(size)
 # One write, so that lines of several ranks do not mix.
 sys.stdout.write(f"sum {total.item():g} on rank {rank} of {size} by {__name__} {sys.argv[1:]}\\n")
 sys.stdout.flush()
@@ -111,6 +113,9 @@ WAYS = [
     pytest.param("python", 1, ()),
     pytest.param("python", 2, ("-np", 2)),
     pytest.param("python", 2, ("-np", 2, "--backend", "horovod"), marks=requires("horovod")),
+    # Whoever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: the places on the node follow from the meeting.
+    pytest.param("hand", 4, ()),
+    pytest.param("hand", 3, ("--backend", "horovod"), marks=requires("horovod")),
     # mpirun, srun and horovodrun set none of the variables that such a script reads.
     *(case(name, 2, ()) for name in ("torchrun", "mpirun", "srun", "horovodrun")),
 ]
