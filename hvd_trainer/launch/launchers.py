@@ -70,12 +70,14 @@ HYDRA_NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 HAND = Launcher("hand", *TORCH_NAMES, port="MASTER_PORT", optional=TORCH_NAMES[2:])
 """Whoever sets what `init_process_group("env://")` asks for: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+# WORLD_SIZE alone is a marker only where nobody else has started the process: batch scripts often set it for all
+# tasks, whatever starts them.
+BY_HAND = replace(HAND, markers=("RANK", "LOCAL_RANK")), HAND
 LAUNCHERS = (
     Launcher("run", "HVD_TRAINER_RANK", "HVD_TRAINER_SIZE", "HVD_TRAINER_LOCAL_RANK", "HVD_TRAINER_LOCAL_SIZE"),
     Launcher("horovodrun", *HOROVOD_NAMES, host="HOROVOD_HOSTNAME"),
     Launcher("torchrun", *TORCH_NAMES, group="GROUP_RANK", markers=("TORCHELASTIC_RUN_ID",), port="MASTER_PORT"),
-    # WORLD_SIZE alone is no marker: batch scripts often set it for all tasks, whatever starts them.
-    replace(HAND, markers=("RANK", "LOCAL_RANK")),
+    BY_HAND[0],
     Launcher(
         "mpirun",
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -92,7 +94,7 @@ LAUNCHERS = (
     ),
     # srun may set PMI_RANK too. Without srun, PMI_RANK alone means a rank whose local rank is missing: an error.
     Launcher("mpiexec", *HYDRA_NAMES),
-    HAND,
+    BY_HAND[1],
 )
 
 
@@ -139,6 +141,13 @@ def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without the variables by which launchers tell processes their ranks."""
     names = {CHOICE, *(name for launcher in LAUNCHERS for name in launcher.variables())}
     return {name: value for name, value in environ.items() if name not in names}
+
+
+def forget_ranks(environ: MutableMapping[str, str]) -> None:
+    """Let a process be no rank, whatever variables it has inherited."""
+    for name in environ.keys() - without_ranks(environ).keys():
+        del environ[name]
+    choose_launcher(environ, "python")
 
 
 def require_variables(environ: Mapping[str, str], launcher: str, *names: str) -> None:

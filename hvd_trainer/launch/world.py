@@ -11,7 +11,16 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
 from hvd_trainer.errors import LaunchError
-from hvd_trainer.launch.launchers import LAUNCHERS, NUMBER, Launcher, find_launcher, read_number
+from hvd_trainer.launch.launchers import (
+    BY_HAND,
+    CHOICE,
+    HAND,
+    LAUNCHERS,
+    NUMBER,
+    Launcher,
+    find_launcher,
+    read_number,
+)
 from hvd_trainer.launch.slurm import expand_counts
 
 UNKNOWN = -1
@@ -160,6 +169,33 @@ def lone_process_warning(world: World, environ: Mapping[str, str]) -> str | None
     if alone and tasks.isdecimal() and int(tasks[:9]) > 1:
         return f"This Slurm job has {tasks} tasks, but this is one process and trains alone. Type: srun python ..."
     return None
+
+
+def is_rank(environ: Mapping[str, str]) -> bool:
+    """Return whether a launcher has started this process as one of several.
+
+    None has where its variables are those of a shell (Slurm's interactive step), of a pod (by hand), or of the
+    script of another `run`, which has started this process.
+    """
+    launcher = find_launcher(environ)
+    is_inherited = launcher in (None, *BY_HAND) or CHOICE in environ
+    return not is_inherited and detect(environ).size > 1
+
+
+def own_job_warning(environ: Mapping[str, str]) -> str | None:
+    """Return a warning for a process that starts ranks where those of others are set by hand; else None."""
+    size = environ.get(HAND.size, "")
+    if (
+        CHOICE in environ
+        or find_launcher(environ) not in BY_HAND
+        or not re.fullmatch(NUMBER, size)
+        or int(size) < 2
+    ):
+        return None
+    return (
+        f"{HAND.size}={size} is set, as for one of {size} ranks, and --np starts a job of its own on this "
+        "machine. To be one of these ranks, leave --np out"
+    )
 
 
 def may_be_first(environ: Mapping[str, str]) -> bool:
