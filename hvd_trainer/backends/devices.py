@@ -20,6 +20,22 @@ def choose_devices(world: World, kind: str = "auto", count: int = 1) -> list[tor
     Raises:
         BackendError: devices were asked for that PyTorch does not see.
     """
+    visible = visible_gpus(kind)
+    if not visible:
+        return [torch.device("cpu")] * count
+    numbers = gpu_numbers(world.local_rank, world.local_size, len(visible), count)
+    return [visible[number] for number in numbers]
+
+
+def visible_gpus(kind: str = "auto") -> list[torch.device]:
+    """Return the GPUs that this process sees; none if it is to train on the CPU.
+
+    Args:
+        kind: as in `choose_devices`.
+
+    Raises:
+        BackendError: GPUs were asked for that PyTorch does not see.
+    """
     present = None if kind == "cpu" else accelerator.kind()
     if kind not in ("auto", "cpu", present):
         raise BackendError(
@@ -27,11 +43,7 @@ def choose_devices(world: World, kind: str = "auto", count: int = 1) -> list[tor
             f"{f' (it sees {present})' if present else ''}. Type: {COMMAND} doctor, to see why; or train "
             f"{f'with --device {present}' if present else 'on CPUs with --device cpu'}"
         )
-    visible = accelerator.count(present)
-    if present is None:
-        return [torch.device("cpu")] * count
-    numbers = gpu_numbers(world.local_rank, world.local_size, visible, count)
-    return [torch.device(present, number) for number in numbers]
+    return [] if present is None else [torch.device(present, n) for n in range(accelerator.count(present))]
 
 
 def gpu_numbers(local_rank: int, local_size: int, visible: int, count: int = 1) -> list[int]:

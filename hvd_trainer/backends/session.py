@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from hvd_trainer.backends.devices import choose_devices
+from hvd_trainer.backends.devices import choose_devices, visible_gpus
 from hvd_trainer.backends.engine import Engine
 from hvd_trainer.backends.malloc import keep_freed_memory
 from hvd_trainer.config.options import EngineOptions
@@ -177,15 +177,13 @@ class Session:
         self._store, host = connect.open_store(
             self.world,
             self.environ,
-            init_method=self.options.init_method,
             address=own_address,
             timeout_s=self.options.startup_timeout_s,
         )
-        self.devices = choose_devices(self.world, self.options.device, self._requested_devices)
         me = self._rank_info(own_address or network.outward_address(host, 1))
-        self.peers = ranks.number_virtual_ranks(ranks.exchange_rank_info(self._store, self.world, me))
+        self.world, self.peers = ranks.meet(self._store, self.world, me)
+        self.devices = choose_devices(self.world, self.options.device, self._requested_devices)
         self.job = ranks.job_identity(self.peers, self.slurm_job)
-        self.world = ranks.resolve_nodes(self.world, self.peers)
         self.address = me.address if self.world.num_nodes > 1 else network.LOOPBACK
         # Set until the end, because groups are made later, too: Gloo would resolve the host's own name for each.
         self._cleanup.enter_context(set_variables(self._gloo_interface()))
@@ -205,7 +203,8 @@ class Session:
             group=self.world.group,
             backend=self.options.backend,
             cpus=cpu_ids(),
-            gpu=self._gpu_slot(),
+            gpus=tuple(map(self._gpu_name, visible_gpus(self.options.device))),
+            num_devices=self._requested_devices,
             agent=_parent_identity() if self.world.launcher == "torchrun" else "",
             pid=os.getpid(),
             start_time=start_time(os.getpid()) if monitored else "",
@@ -215,11 +214,9 @@ class Session:
             address=address,
         )
 
-    def _gpu_slot(self) -> str | None:
-        """Return the PCI slot of this rank's GPU, with the host that NCCL is told it is on."""
-        slot = accelerator.slot(self.device)
-        host = self.environ.get("NCCL_HOSTID")
-        return f"{host} {slot}" if slot and host else slot
+    def _gpu_name(self, device: torch.device) -> str:
+        """Return the PCI slot of a GPU, with the host that NCCL is told it is on."""
+        return " ".join([*filter(None, [self.environ.get("NCCL_HOSTID")]), str(accelerator.slot(device))])
 
     def _gloo_interface(self) -> dict[str, str]:
         """Return Gloo's variable for the network card of `address`; empty if the user has chosen one."""

@@ -10,7 +10,6 @@ import socket
 import sys
 import threading
 from collections import Counter
-from dataclasses import replace
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -25,8 +24,9 @@ from hvd_trainer.c10d.work import Completer, HorovodWork, NameQueue
 from hvd_trainer.errors import BackendError
 from hvd_trainer.faults import collectives
 from hvd_trainer.faults.collectives import CollectiveCall
-from hvd_trainer.launch.world import World
-from hvd_trainer.rendezvous.ranks import RankInfo, exchange_rank_info, resolve_nodes
+from hvd_trainer.launch.world import UNKNOWN, World
+from hvd_trainer.rendezvous import ranks
+from hvd_trainer.rendezvous.ranks import RankInfo
 from hvd_trainer.utils.network import LOOPBACK, TEST_NET_ADDRESS, interface_name, outward_address
 
 REQUEST, ALTERNATIVE = 'init_process_group("horovod")', 'call init_process_group("gloo")'
@@ -144,16 +144,10 @@ def meet(store: dist.Store, rank: int, size: int) -> Meeting:
     They are on one node if their hosts have the same name, in the order of their ranks.
     """
     master = os.environ.get("MASTER_ADDR", TEST_NET_ADDRESS)
-    me = RankInfo(
-        host=socket.gethostname(), local_rank=rank, backend="horovod", cpus=(), address=outward_address(master, 1)
-    )
-    world = World(rank, size, rank, size, launcher=REQUEST)
-    peers = exchange_rank_info(store, world, me)
-    hosts = [peer.host for peer in peers]
-    numbered = [replace(peer, local_rank=hosts[:number].count(peer.host)) for number, peer in enumerate(peers)]
-    me = numbered[rank]
-    world = resolve_nodes(replace(world, local_rank=me.local_rank, local_size=hosts.count(me.host)), numbered)
-    return Meeting(world, numbered, store, me.address if world.num_nodes > 1 else LOOPBACK)
+    address = outward_address(master, 1)
+    me = RankInfo(socket.gethostname(), local_rank=UNKNOWN, backend="horovod", cpus=(), address=address)
+    world, peers = ranks.meet(store, World.somewhere(rank, size, REQUEST), me)
+    return Meeting(world, peers, store, address if world.num_nodes > 1 else LOOPBACK)
 
 
 class Contexts:

@@ -33,8 +33,6 @@ class EngineOptions:
     """once it trains: abort, with the stacks of all ranks, when a rank makes no progress for this many seconds"""
     startup_timeout_s: Positive = 300.0
     """the same for the start, saving and callbacks; and how long a single exchange may take"""
-    init_method: str | None = None
-    """where ranks that were started by hand meet: env://, tcp://HOST:PORT or file:///PATH"""
     network_interface: str | None = None
     """the network card that joins the nodes, such as eth1: for the ranks' meeting, Gloo and NCCL; None: the one
     on the route to rank 0's node"""

@@ -230,10 +230,6 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "exchange; leave it out",
         ),
         Conflict(
-            lambda o: o.engine.backend in ALONE and o.engine.init_method is not None,
-            "--init-method with --backend {engine.backend}: one process has nothing to exchange; leave it out",
-        ),
-        Conflict(
             lambda o: o.engine.backend == "data-parallel" and o.engine.sync_batch_norm,
             "--sync-batch-norm with --backend data-parallel: DataParallel does it in its own way; leave it out, "
             "or type --backend ddp",

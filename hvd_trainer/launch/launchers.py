@@ -9,20 +9,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from hvd_trainer.errors import LaunchError
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """One launcher: the names of its variables. An empty name: it sets no such variable."""
+    """One launcher: the names of its variables. An empty name: it sets no such variable.
+
+    A local rank or size that is not set is found when the ranks meet.
+    """
 
     name: str
     rank: str
     size: str
-    local_rank: str
-    local_size: str
+    local_rank: str = ""
+    local_size: str = ""
     node_rank: str = ""
     num_nodes: str = ""
     host: str = ""
@@ -33,12 +36,23 @@ class Launcher:
     """variables that only this launcher sets, where others set the rank variables too: one of them is enough"""
     port: str = ""
     """the port at which its ranks meet: two of its jobs differ in it if in nothing else"""
+    optional: tuple[str, ...] = ()
+    """variables that some of those who set the others leave out"""
 
     def variables(self) -> tuple[str, ...]:
-        """Return the names that must all be set."""
-        others = ("name", "host", "group", "markers", "port")
+        """Return the names that tell a rank its place."""
+        others = ("name", "host", "group", "markers", "port", "optional")
         names = (getattr(self, f.name) for f in fields(self) if f.name not in others)
         return tuple(name for name in names if name)
+
+    @property
+    def tells_place(self) -> bool:
+        """Whether each of its ranks is told its place on its node."""
+        return bool(self.local_rank and self.local_size) and not self.optional
+
+    def missing(self, environ: Mapping[str, str]) -> list[str]:
+        """Return the variables that must be set, and are not."""
+        return [name for name in self.variables() if name not in environ and name not in self.optional]
 
     def traces(self) -> set[str]:
         """Return the variables in which a process of another job, or of another rank, differs."""
@@ -54,12 +68,16 @@ NUMBER = "[0-9]{1,10}"
 HOROVOD_NAMES = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
 HYDRA_NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+HAND = Launcher("hand", *TORCH_NAMES, port="MASTER_PORT", optional=TORCH_NAMES[2:])
+"""Whoever sets what `init_process_group("env://")` asks for: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+# WORLD_SIZE alone is a marker only where nobody else has started the process: batch scripts often set it for all
+# tasks, whatever starts them.
+BY_HAND = replace(HAND, markers=("RANK", "LOCAL_RANK")), HAND
 LAUNCHERS = (
     Launcher("run", "HVD_TRAINER_RANK", "HVD_TRAINER_SIZE", "HVD_TRAINER_LOCAL_RANK", "HVD_TRAINER_LOCAL_SIZE"),
     Launcher("horovodrun", *HOROVOD_NAMES, host="HOROVOD_HOSTNAME"),
     Launcher("torchrun", *TORCH_NAMES, group="GROUP_RANK", markers=("TORCHELASTIC_RUN_ID",), port="MASTER_PORT"),
-    # WORLD_SIZE alone is no marker: batch scripts often set it for all tasks, whatever starts them.
-    Launcher("hand", *TORCH_NAMES, markers=("RANK", "LOCAL_RANK"), port="MASTER_PORT"),
+    BY_HAND[0],
     Launcher(
         "mpirun",
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -76,7 +94,7 @@ LAUNCHERS = (
     ),
     # srun may set PMI_RANK too. Without srun, PMI_RANK alone means a rank whose local rank is missing: an error.
     Launcher("mpiexec", *HYDRA_NAMES),
-    Launcher("hand", *TORCH_NAMES),
+    BY_HAND[1],
 )
 
 
@@ -125,6 +143,13 @@ def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
+def forget_ranks(environ: MutableMapping[str, str]) -> None:
+    """Let a process be no rank, whatever variables it has inherited."""
+    for name in environ.keys() - without_ranks(environ).keys():
+        del environ[name]
+    choose_launcher(environ, "python")
+
+
 def require_variables(environ: Mapping[str, str], launcher: str, *names: str) -> None:
     """Check that a launcher has set the variables by which its ranks find each other.
 
@@ -134,8 +159,7 @@ def require_variables(environ: Mapping[str, str], launcher: str, *names: str) ->
     if missing := [name for name in names if not environ.get(name)]:
         raise LaunchError(
             f"{launcher} should set {', '.join(missing)} and has not, so the ranks cannot find each other. Were "
-            f"its other variables set by hand? Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR "
-            f"and MASTER_PORT instead."
+            f"its other variables set by hand? Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT instead."
         )
 
 

@@ -11,11 +11,20 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
 from hvd_trainer.errors import LaunchError
-from hvd_trainer.launch.launchers import LAUNCHERS, NUMBER, Launcher, find_launcher, read_number
+from hvd_trainer.launch.launchers import (
+    BY_HAND,
+    CHOICE,
+    HAND,
+    LAUNCHERS,
+    NUMBER,
+    Launcher,
+    find_launcher,
+    read_number,
+)
 from hvd_trainer.launch.slurm import expand_counts
 
 UNKNOWN = -1
-"""Of the node's number, where the launcher does not set it: found out when the ranks exchange `RankInfo`."""
+"""Of a number that the launcher does not set: found out when the ranks exchange `RankInfo`."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +32,7 @@ class World:
     """This process among all processes of the job.
 
     `rank` of `size` processes; `local_rank` of the `local_size` processes on this node; node `node_rank` of
-    `num_nodes`. Where the launcher does not set the last two, they are `UNKNOWN` until the rendezvous.
+    `num_nodes`. Where the launcher does not set the last four, they are `UNKNOWN` until the rendezvous.
 
     Raises:
         LaunchError: the numbers contradict each other.
@@ -44,7 +53,7 @@ class World:
     def __post_init__(self) -> None:
         for index, count in (("rank", "size"), ("local_rank", "local_size"), ("node_rank", "num_nodes")):
             i, n = getattr(self, index), getattr(self, count)
-            if (i, n) == (UNKNOWN, UNKNOWN) and index == "node_rank":
+            if index != "rank" and UNKNOWN in (i, n):
                 continue
             if not 0 <= i < n:
                 raise LaunchError(
@@ -56,6 +65,11 @@ class World:
                 f"{self.launcher} says {self.local_size} processes on this node but only {self.size} in all. "
                 f"{self._advice('local_size', 'size')}"
             )
+
+    @classmethod
+    def somewhere(cls, rank: int, size: int, launcher: str) -> World:
+        """Return the world of a rank whose node is not known yet."""
+        return cls(rank, size, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, launcher)
 
     def _advice(self, *numbers: str) -> str:
         """Return what to type if these numbers contradict each other."""
@@ -94,9 +108,8 @@ def detect(environ: Mapping[str, str]) -> World:
 
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
-    names = launcher.variables()
-    missing = [name for name in names if name not in environ]
-    if missing:
+    if missing := launcher.missing(environ):
+        names = launcher.variables()
         by = "by hand" if launcher.name == "hand" else f"by {launcher.name}"
         raise LaunchError(
             f"{launcher.evidence(environ)[0]} is set, so this process looks started {by}, but "
@@ -104,25 +117,31 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
             f"launcher start all ranks, such as: horovodrun -np 2 python -m hvd_trainer.mnist; to run one process "
             f"alone, type: unset {' '.join(n for n in dict.fromkeys((*launcher.markers, *names)) if n in environ)}"
         )
-    node_rank = read_number(environ, launcher.node_rank) if launcher.node_rank else UNKNOWN
+    node_rank = _optional_number(environ, launcher.node_rank)
     world = World(
         rank=read_number(environ, launcher.rank),
         size=read_number(environ, launcher.size),
-        local_rank=read_number(environ, launcher.local_rank),
+        local_rank=_optional_number(environ, launcher.local_rank),
         local_size=(
-            read_number(environ, launcher.local_size)
+            _optional_number(environ, launcher.local_size)
             if node_rank == UNKNOWN
             else _tasks_on_node(environ, launcher, node_rank)
         ),
         node_rank=node_rank,
-        num_nodes=read_number(environ, launcher.num_nodes) if launcher.num_nodes else UNKNOWN,
+        num_nodes=_optional_number(environ, launcher.num_nodes),
         launcher=launcher.name,
         host=environ.get(launcher.host, ""),
         group=environ.get(launcher.group, ""),
     )
+    if world.size == 1:
+        world = replace(world, local_rank=max(0, world.local_rank), local_size=1)
     if world.node_rank == UNKNOWN and world.local_size == world.size:
         world = replace(world, node_rank=0, num_nodes=1)
     return world
+
+
+def _optional_number(environ: Mapping[str, str], name: str) -> int:
+    return read_number(environ, name) if name in environ else UNKNOWN
 
 
 def _tasks_on_node(environ: Mapping[str, str], launcher: Launcher, node_rank: int) -> int:
@@ -150,6 +169,33 @@ def lone_process_warning(world: World, environ: Mapping[str, str]) -> str | None
     if alone and tasks.isdecimal() and int(tasks[:9]) > 1:
         return f"This Slurm job has {tasks} tasks, but this is one process and trains alone. Type: srun python ..."
     return None
+
+
+def is_rank(environ: Mapping[str, str]) -> bool:
+    """Return whether a launcher has started this process as one of several.
+
+    None has where its variables are those of a shell (Slurm's interactive step), of a pod (by hand), or of the
+    script of another `run`, which has started this process.
+    """
+    launcher = find_launcher(environ)
+    is_inherited = launcher in (None, *BY_HAND) or CHOICE in environ
+    return not is_inherited and detect(environ).size > 1
+
+
+def own_job_warning(environ: Mapping[str, str]) -> str | None:
+    """Return a warning for a process that starts ranks where those of others are set by hand; else None."""
+    size = environ.get(HAND.size, "")
+    if (
+        CHOICE in environ
+        or find_launcher(environ) not in BY_HAND
+        or not re.fullmatch(NUMBER, size)
+        or int(size) < 2
+    ):
+        return None
+    return (
+        f"{HAND.size}={size} is set, as for one of {size} ranks, and --np starts a job of its own on this "
+        "machine. To be one of these ranks, leave --np out"
+    )
 
 
 def may_be_first(environ: Mapping[str, str]) -> bool:

@@ -3,13 +3,16 @@
 `open_store` returns a `torch.distributed.Store` that all ranks share. It is served beside rank 0, whose endpoint
 (an address and a token) reaches the other ranks by a way that depends on the launcher:
 
-    run           the parent process serves the store, and passes the endpoint to each child
-    horovodrun    horovodrun's key-value server (HTTP), on several nodes or in elastic mode
-    one node      a file that only this user can read (any other launcher)
-    torchrun      torchrun's own store, which outlives the ranks
-    srun          a store on the step's first host, at a port computed from the numbers of job and step
-    mpirun        MPI itself (mpi4py)
-    hand          a store at a given address: MASTER_ADDR and MASTER_PORT, or --init-method
+    four variables  a store at MASTER_ADDR and MASTER_PORT: all who set RANK and WORLD_SIZE for PyTorch, and
+                    launchers of MPI and srun where these two are set, too
+    run             the parent process serves the store, and passes the endpoint to each child: ranks on this
+                    machine, which need no port that is known before
+    horovodrun      its key-value server (HTTP), on several nodes or in elastic mode: it tells no rank's address
+    one node        a file that only this user can read: other launchers set no address, or one (torchrun) at
+                    which every user of the machine gets an answer
+    torchrun        its own store, on several nodes: that listens at MASTER_PORT
+    srun            a store on the step's first host, at a port computed from the numbers of job and step
+    MPI             its own messages (mpi4py), on several nodes: MPI tells no rank's address
 
 The stores of torchrun, horovodrun and srun, and one at a given address, answer everyone who can reach them. Where
 that is too open, the ranks are given a file with a secret (HVD_TRAINER_SECRET_FILE): see `endpoint.py`. With a
@@ -28,11 +31,13 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError, first_line
+from hvd_trainer.launch.launchers import find_launcher
 from hvd_trainer.launch.slurm import read_step, slurm_job
-from hvd_trainer.launch.world import World, is_elastic
+from hvd_trainer.launch.world import World, detect, is_elastic
 from hvd_trainer.rendezvous.endpoint import parse_endpoint, read_secret
-from hvd_trainer.rendezvous.fixed_address import join_at_address, meet_at, parse_port
+from hvd_trainer.rendezvous.fixed_address import ADDRESS, join_at_address, meet_at, parse_port
 from hvd_trainer.rendezvous.join import RendezvousSettings, join_by_registry, join_store, serve_store
+from hvd_trainer.rendezvous.ranks import RankInfo, meet
 from hvd_trainer.rendezvous.registry import FileRegistry, HttpRegistry, StoreRegistry, job_file
 from hvd_trainer.rendezvous.shared_stores import JobStore, shared_stores
 from hvd_trainer.rendezvous.store_client import RUN_STORE
@@ -45,7 +50,6 @@ def open_store(
     world: World,
     environ: Mapping[str, str],
     *,
-    init_method: str | None = None,
     address: str | None = None,
     timeout_s: float = 300.0,
 ) -> JobStore:
@@ -55,8 +59,6 @@ def open_store(
     that an earlier session has left in a store are not visible.
 
     Args:
-        init_method: where ranks that were started by hand meet: `env://`, `tcp://HOST:PORT` or
-            `file:///PATH`, as in `torch.distributed`.
         address: of this machine, at which rank 0 shall listen; None: that on the route to the others.
 
     Raises:
@@ -73,20 +75,29 @@ def open_store(
         address=address,
         timeout=timedelta(seconds=timeout_s),
     )
-    joined = _join(settings, init_method)
+    joined = _join(settings)
     return JobStore(dist.PrefixStore(session, joined.store), joined.host)
 
 
-def _join(settings: RendezvousSettings, init_method: str | None) -> JobStore:
+def find_place(environ: Mapping[str, str], timeout_s: float) -> World:
+    """Return this process's place, also on its node. A collective where launchers may leave that out.
+
+    Raises:
+        LaunchError: as `open_store` and `ranks.meet`.
+    """
+    launcher, world = find_launcher(environ), detect(environ)
+    if world.size == 1 or launcher is None or launcher.tells_place:
+        return world
+    me = RankInfo(world.host or socket.gethostname(), world.local_rank, backend="", cpus=(), group=world.group)
+    return meet(open_store(world, environ, timeout_s=timeout_s).store, world, me)[0]
+
+
+def _join(settings: RendezvousSettings) -> JobStore:
     """Join by the way that fits the launcher and the number of nodes."""
     launcher, is_one_node = settings.world.launcher, settings.world.num_nodes == 1
-    has_address = {"MASTER_ADDR", "MASTER_PORT"} <= settings.environ.keys()
-    if (
-        init_method is not None
-        or launcher == "hand"
-        or (launcher in ("mpirun", "mpiexec", "srun") and has_address)
-    ):
-        return join_at_address(init_method or "env://", settings)
+    has_own_way = launcher in ("run", "horovodrun", "torchrun")
+    if launcher == "hand" or (settings.environ.keys() >= {*ADDRESS} and not has_own_way):
+        return join_at_address(settings)
     if launcher == "run":
         return join_store(parse_endpoint(settings.variable(RUN_STORE)), settings)
     if launcher == "horovodrun":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -46,18 +46,21 @@ class RendezvousSettings:
         return self.environ[name]
 
 
-def join_by_registry(
-    registry: EndpointRegistry, settings: RendezvousSettings, address: str, port: int = 0
-) -> JobStore:
+def join_by_registry(registry: EndpointRegistry, settings: RendezvousSettings, address: str) -> JobStore:
     """Serve and publish a store on rank 0; look it up and join it on the others."""
     secret = settings.secret
     if settings.world.is_first:
         token, nonce = create_token(secret)
-        endpoint = serve_store(settings.world, address, port, token)
+        endpoint = serve_store(settings.world, address, 0, token)
         registry.publish(sign_endpoint(endpoint, nonce, secret))
     else:
-        endpoint = _find(registry, settings)
+        endpoint = wait_for_server(lambda: _look_up(registry, secret), settings)
     return join_store(endpoint, settings)
+
+
+def _look_up(registry: EndpointRegistry, secret: str | None) -> Endpoint | None:
+    text = registry.lookup()
+    return None if text is None else verify_endpoint(text, secret)
 
 
 def serve_store(world: World, address: str, port: int, token: str | None = None) -> Endpoint:
@@ -74,8 +77,7 @@ def serve_store(world: World, address: str, port: int, token: str | None = None)
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"{world} cannot listen at {address or 'any address'}:{port}: {error.strerror}. If "
-                    f"the port is in use, choose another (torchrun: --master-port N, else MASTER_ADDR "
-                    f"and MASTER_PORT, or --init-method)."
+                    f"the port is in use, choose another: MASTER_PORT, or torchrun --master-port N."
                 ) from error
             time.sleep(MIN_POLL_S)
 
@@ -95,16 +97,18 @@ def join_store(endpoint: Endpoint, settings: RendezvousSettings) -> JobStore:
         ) from None
 
 
-def _find(registry: EndpointRegistry, settings: RendezvousSettings) -> Endpoint:
-    """Return the endpoint that rank 0 publishes, once its server answers: there may be an earlier job's.
+def wait_for_server(find: Callable[[], Endpoint | None], settings: RendezvousSettings) -> Endpoint:
+    """Return rank 0's endpoint, once its server answers.
+
+    Args:
+        find: returns the endpoint, which may be an earlier job's; None as long as there is none.
 
     Raises:
         LaunchError: there is none in time.
     """
     start, limit_s = time.monotonic(), settings.timeout.total_seconds()
     while True:
-        text = registry.lookup()
-        endpoint = None if text is None else verify_endpoint(text, settings.secret)
+        endpoint = find()
         if endpoint is not None and store_client.is_served(endpoint):
             return endpoint
         waited_s = time.monotonic() - start
@@ -114,8 +118,9 @@ def _find(registry: EndpointRegistry, settings: RendezvousSettings) -> Endpoint:
                 f"{waited} never said where it is. See what rank 0 printed: it may have ended; or it has another "
                 f"TMPDIR on this node, or another HVD_TRAINER_SECRET_FILE."
                 if endpoint is None
-                else f"{waited} does not answer at {endpoint.netloc}. See what rank 0 printed: it may have ended; "
-                f"else a firewall may stand between the nodes."
+                else f"{waited} does not answer at {endpoint.netloc}. See what rank 0 printed: it may have ended. "
+                f"Else start all {settings.world.size} ranks, or name rank 0's host by its address in the network "
+                f"that they share; and no firewall may stand between the nodes."
             )
         # Back off: a thousand ranks that poll 50 times per second would slow down the start of rank 0.
         time.sleep(min(MAX_POLL_S, max(MIN_POLL_S, waited_s / 10)))

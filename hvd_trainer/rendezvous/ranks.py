@@ -5,6 +5,8 @@ No launcher sets all of it: the number of the node, who shares a GPU, and how ma
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -23,11 +25,14 @@ class RankInfo:
     host: str
     """the machine's name"""
     local_rank: int
+    """`UNKNOWN` where neither the launcher nor the user has set it, until the ranks have met"""
     backend: str
     cpus: tuple[int, ...]
     """the CPUs it may run on"""
-    gpu: str | None = None
-    """the PCI slot of the GPU it will use"""
+    gpus: tuple[str, ...] = ()
+    """the PCI slots of the GPUs that it may use"""
+    num_devices: int = 1
+    """how many devices it computes on"""
     group: str = ""
     """as in `World`"""
     agent: str = ""
@@ -48,6 +53,21 @@ class RankInfo:
     def node(self) -> str:
         """The node that its local rank counts in: a machine, or one of several launcher groups on it."""
         return f"{self.host}.{self.group}" if self.group else self.host
+
+    @property
+    def gpu(self) -> str | None:
+        """The PCI slot of the first GPU that it uses; None if it trains on CPUs."""
+        return self.gpus[self.local_rank * self.num_devices % len(self.gpus)] if self.gpus else None
+
+
+def meet(store: dist.Store, world: World, me: RankInfo) -> tuple[World, list[RankInfo]]:
+    """Return this rank's world with all of its numbers, and all ranks in their order. A collective.
+
+    Raises:
+        LaunchError: as `exchange_rank_info` and `resolve_nodes`.
+    """
+    peers = number_local_ranks(exchange_rank_info(store, world, me))
+    return resolve_nodes(world, peers), peers
 
 
 def exchange_rank_info(store: dist.Store, world: World, me: RankInfo) -> list[RankInfo]:
@@ -88,18 +108,22 @@ def exchange_rank_info(store: dist.Store, world: World, me: RankInfo) -> list[Ra
     return peers
 
 
-def number_virtual_ranks(peers: list[RankInfo]) -> list[RankInfo]:
-    """Return the ranks with local ranks counted by rank on nodes where each has local rank 0 and its own GPU.
+def number_local_ranks(peers: list[RankInfo]) -> list[RankInfo]:
+    """Return the ranks with a local rank each: those without one take the free numbers of their node, by rank.
 
-    `torchrun --virtual-local-rank` starts them so, and shows each process one GPU, as number 0.
+    So do all ranks of a node where each has local rank 0 and its own GPU: `torchrun --virtual-local-rank` starts
+    them so, and shows each process one GPU, as number 0.
     """
     numbered = list(peers)
     for node in {peer.node for peer in peers}:
         members = [rank for rank, peer in enumerate(peers) if peer.node == node]
+        local_ranks = [peers[rank].local_rank for rank in members]
         gpus = {peers[rank].gpu for rank in members} - {None}
-        if len(gpus) == len(members) > 1 and not any(peers[rank].local_rank for rank in members):
-            for number, rank in enumerate(members):
-                numbered[rank] = replace(peers[rank], local_rank=number)
+        if len(gpus) == len(members) > 1 and not any(local_ranks):
+            local_ranks = [UNKNOWN] * len(members)
+        free = (number for number in itertools.count() if number not in local_ranks)
+        for rank, local_rank in zip(members, local_ranks, strict=True):
+            numbered[rank] = replace(peers[rank], local_rank=next(free) if local_rank == UNKNOWN else local_rank)
     return numbered
 
 
@@ -125,12 +149,15 @@ def job_identity(peers: list[RankInfo], slurm: SlurmJob) -> JobIdentity:
 
 
 def resolve_nodes(world: World, peers: list[RankInfo]) -> World:
-    """Return the world with its local rank, node rank and number of nodes; nodes are numbered by their first rank.
+    """Return the world with local rank and size, node rank and number of nodes.
+
+    Nodes are numbered by their first rank. A local size that is set stays.
 
     Raises:
-        LaunchError: two ranks on one node have the same local rank.
+        LaunchError: two ranks on one node have the same local rank, or one has a number that is too large.
     """
-    nodes = list(dict.fromkeys(peer.node for peer in peers))
+    members = Counter(peer.node for peer in peers)
+    nodes = list(members)
     seen: dict[tuple[str, int], int] = {}
     for rank, peer in enumerate(peers):
         other = seen.setdefault((peer.node, peer.local_rank), rank)
@@ -140,11 +167,21 @@ def resolve_nodes(world: World, peers: list[RankInfo]) -> World:
                 f"Give each rank of a node its own LOCAL_RANK, or let a launcher start them."
             )
     me = peers[world.rank]
-    node_rank = nodes.index(me.node)
-    world = replace(world, local_rank=me.local_rank)
-    if world.node_rank != UNKNOWN and (world.node_rank, world.num_nodes) == (node_rank, len(nodes)):
-        return world
-    return replace(world, node_rank=node_rank, num_nodes=len(nodes))
+    if world.local_size == UNKNOWN:
+        for rank, peer in enumerate(peers):
+            if peer.local_rank >= members[peer.node]:
+                raise LaunchError(
+                    f"Rank {rank} says that it is local rank {peer.local_rank} on {peer.host}, where "
+                    f"{members[peer.node]} of the {world.size} ranks are: local ranks count from 0. Leave "
+                    f"LOCAL_RANK out, or set LOCAL_WORLD_SIZE, too."
+                )
+    return replace(
+        world,
+        local_rank=me.local_rank,
+        local_size=members[me.node] if world.local_size == UNKNOWN else world.local_size,
+        node_rank=nodes.index(me.node),
+        num_nodes=len(nodes),
+    )
 
 
 def cpu_share(world: World, peers: list[RankInfo]) -> int:

@@ -254,7 +254,7 @@ from hvd_trainer.faults.monitor_server import MonitorServer
 from hvd_trainer.faults.root_cause import RootCause
 
 world = World(0, 1, 0, 1, 0, 1, "hand")
-peers = [RankInfo("here", rank, "ddp", (0,), None) for rank in (0, 1)]
+peers = [RankInfo("here", rank, "ddp", (0,)) for rank in (0, 1)]
 settings = MonitorSettings(
     world=world, peers=peers, activity=Activity(60), startup_s=60, environ={}, elastic_timeout_s=float(sys.argv[1])
 )
@@ -287,7 +287,7 @@ def test_monitor_ends_rank_that_does_not_leave(
 
 
 def test_monitor_gives_up_on_a_rank_that_does_not_connect() -> None:
-    peers = [RankInfo("here", rank, "ddp", (0,), None) for rank in (0, 1)]
+    peers = [RankInfo("here", rank, "ddp", (0,)) for rank in (0, 1)]
     settings = MonitorSettings(
         world=World(0, 2, 0, 2), peers=peers, activity=Activity(60), startup_s=0.5, environ={}
     )
@@ -299,7 +299,7 @@ def test_monitor_gives_up_on_a_rank_that_does_not_connect() -> None:
 def test_monitor_shuts_down_connections_only_during_exchange(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In other phases a connection to the lost host may be the user's own, such as a callback's upload."""
     monkeypatch.setattr(monitor, "EXIT_GRACE_S", 0.5)
-    peers = [RankInfo("here", 0, "ddp", (0,), None), RankInfo("there", 0, "ddp", (0,), None, address="127.0.0.2")]
+    peers = [RankInfo("here", 0, "ddp", (0,)), RankInfo("there", 0, "ddp", (0,), address="127.0.0.2")]
     activity = Activity(60)
     activity.enter(phase)
     settings = MonitorSettings(

@@ -297,7 +297,7 @@ def by_hand(
         file = folder / f"secret-{host.name}"
         file.write_text(secret)
         file.chmod(0o600)
-        own = digits_job.by_hand(rank, len(pair), local=(0, 1), HVD_TRAINER_SECRET_FILE=str(file))
+        own = digits_job.by_hand(rank, len(pair), HVD_TRAINER_SECRET_FILE=str(file))
         environs.append({**where, **own})
     return typed([(host, [sys.executable, *argv]) for host in pair], pair, folder, environs)
 
@@ -315,16 +315,17 @@ def test_ranks_by_hand_with_secret_and_second_interface(backend: str, cluster: C
         assert "ours" not in output(shared)
 
 
-def test_ranks_by_hand_meet_at_a_shared_file(cluster: Cluster, shared: Path) -> None:
-    """Rank 0's monitor listened at 127.0.0.1, where the other host did not reach it."""
+def test_ranks_by_hand_find_their_places(cluster: Cluster, shared: Path) -> None:
+    """LOCAL_RANK and LOCAL_WORLD_SIZE were asked for."""
     argv = [JOB, *OPTIONS, "--backend", "ddp", "--log-dir", str(shared / "log")]
-    argv += ["--init-method", f"file://{shared}/meeting"]
     pair = cluster.hosts[:2]
-    environs = [digits_job.by_hand(rank, 2, local=(0, 1)) for rank in (0, 1)]
-    with typed([(host, [sys.executable, *argv]) for host in pair], pair, shared, environs) as running:
-        assert finish(running, shared) == [0, 0], output(shared)
-    assert [(one["hostname"], one["node_rank"]) for one in worlds(shared)] == [("hosta", 0), ("hostb", 1)]
-    assert not [*shared.glob("meeting*")]
+    where = {"MASTER_ADDR": pair[0].name, "MASTER_PORT": str(next(PORTS))}
+    environs = [digits_job.by_hand(rank, 3, **where) for rank in range(3)]
+    ranks = [(host, [sys.executable, *argv]) for host in (*pair, pair[0])]
+    with typed(ranks, pair, shared, environs) as running:
+        assert finish(running, shared) == [0] * 3, output(shared)
+    places = [(one["hostname"], one["local_rank"], one["local_size"], one["node_rank"]) for one in worlds(shared)]
+    assert places == [("hosta", 0, 2, 0), ("hostb", 0, 1, 1), ("hosta", 1, 2, 0)]
 
 
 def test_ranks_with_different_secrets_do_not_join(cluster: Cluster, shared: Path) -> None:

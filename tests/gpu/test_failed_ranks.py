@@ -18,5 +18,5 @@ pytestmark = pytest.mark.gpu
 def test_failed_rank_is_blamed(
     engine: str, fault: str, rank: int, tmp_path: Path, record_property: Record
 ) -> None:
-    seconds = check_blame(engine, fault, rank, tmp_path, **variables_of(2))
+    seconds = check_blame(engine, fault, rank, **variables_of(2))
     record_property("all had ended after, s", round(seconds, 1))

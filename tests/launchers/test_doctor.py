@@ -102,7 +102,7 @@ def test_doctor_reports_many_faults_at_once(small_disk: Path, tmp_path: Path) ->
         argv = ["-c", LITTLE, "doctor", "--json", *PATIENT, *hosts, *folders]
         by_name = document(launch("python", 1, argv, env=troubles, check=False, timeout_s=60))
     expected = {
-        "launcher": ("error", "RANK set, but WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE are not", "unset RANK"),
+        "launcher": ("error", "RANK set, but WORLD_SIZE is not", "unset RANK"),
         "threads": ("warning", "OMP_NUM_THREADS=999 is more than", "unset OMP_NUM_THREADS"),
         "GLOO_SOCKET_IFNAME": ("error", "nonesuch0 names no interface", "unset GLOO_SOCKET_IFNAME"),
         f"port {port}": ("warning", f"in use by .*{os.getpid()}", "export MASTER_PORT="),

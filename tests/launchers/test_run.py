@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import digits_job
+import environments
 import process_tree
 import psutil
 import pytest
@@ -36,6 +37,8 @@ total = torch.tensor([rank + 1.0])
 dist.all_reduce(total)
 assert os.environ["RANK"] == os.environ["HOROVOD_RANK"] == str(rank)
 assert os.environ["WORLD_SIZE"] == os.environ["HOROVOD_SIZE"] == str(size)
+assert os.environ["LOCAL_RANK"] == os.environ["HOROVOD_LOCAL_RANK"] == str(rank)
+assert os.environ["LOCAL_WORLD_SIZE"] == str(size)
 # One write, so that lines of several ranks do not mix.
 sys.stdout.write(f"sum {total.item():g} on rank {rank} of {size} by {__name__} {sys.argv[1:]}\\n")
 sys.stdout.flush()
@@ -90,6 +93,26 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+SHELLS = {
+    "of Slurm's": environments.CASES["salloc_interactive"][0],
+    "of a lone pod": {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"},
+    "of one of two pods": {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"},
+    "with half of a rank": {"RANK": "1"},
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("size", [2, case(1, when="long")])
+def test_ranks_that_are_asked_for_are_started_in_any_shell(shell: str, size: int, script: Path) -> None:
+    """Its variables made the command one rank of what they speak of: an error, or a wait for the others."""
+    argv = ["-m", "hvd_trainer", "run", "-np", str(size), "--", str(script)]
+    result = launch("python", 1, argv, env=SHELLS[shell])
+    total = sum(range(size + 1))
+    assert sums(result) == [f"sum {total} on rank {rank} of {size} by __main__ []" for rank in range(size)]
+    of_others = "WORLD_SIZE=2 is set, as for one of 2 ranks, and --np starts a job of its own"
+    assert result.stderr.count(of_others) == (shell == "of one of two pods")
+
+
 @pytest.fixture
 def horovod_script(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
@@ -111,6 +134,9 @@ WAYS = [
     pytest.param("python", 1, ()),
     pytest.param("python", 2, ("-np", 2)),
     pytest.param("python", 2, ("-np", 2, "--backend", "horovod"), marks=requires("horovod")),
+    # Whoever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: the places on the node follow from the meeting.
+    pytest.param("hand", 4, ()),
+    pytest.param("hand", 3, ("--backend", "horovod"), marks=requires("horovod")),
     # mpirun, srun and horovodrun set none of the variables that such a script reads.
     *(case(name, 2, ()) for name in ("torchrun", "mpirun", "srun", "horovodrun")),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 
 from digits_job import free_port, started_by_hand
 from launchers import SUPPORT
@@ -14,12 +13,11 @@ END_S = 60.0
 """After the fault, at most; limits other than those of the monitor are minutes."""
 
 
-def check_blame(engine: str, fault: str, rank: int, folder: Path, **variables: str | None) -> float:
+def check_blame(engine: str, fault: str, rank: int, **variables: str | None) -> float:
     """Let a rank fail; return after how many seconds all others had ended, which have blamed it.
 
     Args:
         fault: of `ways_to_train.FAULTS`.
-        folder: a temporary one, where the ranks meet.
         variables: of both ranks.
     """
     job = [str(SUPPORT / "faulty_job.py"), "--backend", engine, "--epochs", "1000", "--timeout-s", str(TIMEOUT_S)]
@@ -29,7 +27,7 @@ def check_blame(engine: str, fault: str, rank: int, folder: Path, **variables: s
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         **variables,
     }
-    with started_by_hand(job, folder, **variables) as jobs:
+    with started_by_hand(job, **variables) as jobs:
         jobs[rank].wait_for_output("strikes at ")
         # Nobody wakes a stopped process that no launcher has started.
         results = [job.wait(END_S) for number, job in enumerate(jobs) if (number, fault) != (rank, "is stopped")]

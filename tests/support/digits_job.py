@@ -38,18 +38,18 @@ def by_hand(
     rank: int, size: int, *, local: tuple[int, int] | None = None, **more: str | None
 ) -> dict[str, str | None]:
     """Return the variables of a rank that no launcher starts."""
-    local_rank, local_size = local or (rank, size)
-    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+    places = {} if local is None else dict(zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), local, strict=True))
+    numbers = {"RANK": rank, "WORLD_SIZE": size, **places}
     return {**{name: str(number) for name, number in numbers.items()}, **more}
 
 
 @contextmanager
 def started_by_hand(
-    argv: Sequence[str], temporary: Path, *, local: tuple[int, int] | None = None, **more: str | None
+    argv: Sequence[str], *, local: tuple[int, int] | None = None, **more: str | None
 ) -> Iterator[list[Job]]:
-    """Start two ranks by hand, with a temporary folder of their own: ranks of one node meet in a file there."""
+    """Start two ranks by hand."""
     with ExitStack() as stack:
-        environs = [by_hand(rank, 2, local=local, TMPDIR=str(temporary), **more) for rank in (0, 1)]
+        environs = [by_hand(rank, 2, local=local, **more) for rank in (0, 1)]
         yield [stack.enter_context(start("python", 1, argv, env=environ)) for environ in environs]
 
 

@@ -86,6 +86,8 @@ def command_line(launcher: str, num_processes: int, argv: Sequence[str], options
         return ["mpirun", *as_root, "--oversubscribe", "-np", number, *options, *python]
     if launcher == "srun":
         return ["srun", "--mpi=none", "-n", number, *options, *python]
+    if launcher == "hand":
+        return [sys.executable, str(SUPPORT / "by_variables.py"), number, *options, "--", *argv]
     if launcher == QUICKEST:
         return warm.command_line(num_processes, list(argv))
     if launcher != "python":
@@ -108,10 +110,10 @@ def start(
     """Start a launch; at the end of the block whatever still lives of it is killed.
 
     Args:
-        launcher: one of :data:`LAUNCHERS`.
+        launcher: one of :data:`LAUNCHERS`, or "hand": nobody but the variables that tell ranks their numbers.
         num_processes: ranks in all.
         argv: what follows ``python``: a script or ``-m module``, and its arguments.
-        options: further options of the launcher, such as ``["-N", "2"]`` for srun.
+        options: further options of the launcher, such as ``["-N", "2"]`` for srun; by hand, more variables.
         env: set on top of this process's environment; None removes a variable.
         cwd: where the launcher is started; the repository's root unless given.
 

@@ -40,8 +40,8 @@ import own_host
 from child_environment import STARTUP
 from process_tree import MARK
 
-from hvd_trainer.launch.launchers import CHOICE
-from hvd_trainer.launch.world import detect
+from hvd_trainer.launch.launchers import CHOICE, find_launcher
+from hvd_trainer.launch.world import is_rank
 from hvd_trainer.measure.message import SITE
 from hvd_trainer.measure.trial_files import guard_files
 
@@ -183,7 +183,8 @@ def keep(wanted: dict[str, Any], files: list[int], connection: socket.socket) ->
 def can_run(wanted: dict[str, Any]) -> bool:
     """Return whether a process forked from here is what the client would become."""
     env = wanted["env"]
-    if wanted["argv"][:3] == RUN and (CHOICE in env or detect(env).launcher == "python"):
+    is_asked = not {"-np", "--np"}.isdisjoint(wanted["argv"]) and not is_rank(env)
+    if wanted["argv"][:3] == RUN and (is_asked or CHOICE in env or find_launcher(env) is None):
         return False  # it imports no PyTorch: its ranks do
     return (
         wanted["executable"] == sys.executable

@@ -28,7 +28,7 @@ def check_variables(context: Context) -> list[Finding]:
         detect_slurm(environ)
     except LaunchError as wrong:
         names = [name for name in dict.fromkeys((*launcher.markers, *launcher.variables())) if name in environ]
-        missing = [name for name in launcher.variables() if name not in environ]
+        missing = launcher.missing(environ)
         are = "are" if len(missing) > 1 else "is"
         half = f"{', '.join(names)} set, but {', '.join(missing)} {are} not: no job would start in this shell"
         return [error("launcher", half if missing else first_line(wrong), f"unset {' '.join(names)}")]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import os
 import sys
 import traceback
@@ -23,8 +24,8 @@ from hvd_trainer.config.checks import Count, NonNegative, NonNegativeInt, Positi
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import BackendError, LaunchError
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, wait_for_launcher
-from hvd_trainer.launch.launchers import CHOICE, without_ranks
-from hvd_trainer.launch.world import detect, may_be_first
+from hvd_trainer.launch.launchers import forget_ranks
+from hvd_trainer.launch.world import detect, is_rank, may_be_first, own_job_warning
 from hvd_trainer.measure.command import option_values, read_command
 from hvd_trainer.measure.message import BACKEND
 from hvd_trainer.tools.run.descendants import run_guarded
@@ -33,6 +34,7 @@ from hvd_trainer.utils.import_hooks import ImportHooks
 from hvd_trainer.utils.text import COMMAND, INSTALL_HOROVOD
 
 MEGABYTE = 2**20
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Options:
     """
 
     np: Count | None = None
-    """ranks to start on this machine; None: one, or those that a launcher has started"""
+    """ranks to start on this machine, also in a shell of Slurm's, or a pod in which RANK is set; None: one, or
+    those that a launcher has started"""
     backend: Literal["horovod", "ddp"] = "ddp"
     """the engine: Horovod, or native torch.distributed"""
     timeout_s: Positive | None = None
@@ -124,10 +127,10 @@ def main(argv: Sequence[str]) -> int:
             f"--backend horovod needs Horovod, and there is none here. Type: {INSTALL_HOROVOD}, or: {COMMAND} run "
             f"--backend ddp -- {' '.join(job)}"
         )
-    if options.np is not None and CHOICE in os.environ:
-        # A script of another `run` has started this one as a launcher: its ranks are not those of that job.
-        for name in os.environ.keys() - without_ranks(os.environ).keys():
-            del os.environ[name]
+    if options.np is not None and not is_rank(os.environ):
+        if warning := own_job_warning(os.environ):
+            logger.warning("warning: %s", warning)
+        forget_ranks(os.environ)
     check_syntax(job)
     world = detect(os.environ)
     python = [sys.executable, *_python_options()]

@@ -16,9 +16,10 @@ from typing import NoReturn
 from hvd_trainer.backends.script_engine import ScriptEngine
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.launch.launchers import TORCH_NAMES, choose_launcher
-from hvd_trainer.launch.world import detect, is_elastic, rank_variables
+from hvd_trainer.launch.world import World, is_elastic, rank_variables
 from hvd_trainer.measure.command import option_values
 from hvd_trainer.measure.message import SITE, Message
+from hvd_trainer.rendezvous.connect import find_place
 from hvd_trainer.tools.run import engines
 from hvd_trainer.tools.run.local_ranks import meeting_address
 from hvd_trainer.tools.run.wrapped_models import WrappedModels
@@ -52,26 +53,34 @@ def run_script(
 
     Exit codes are those of `run_job`, and of the script if it leaves by `sys.exit`.
     """
-    job = [word.replace(LOCAL_RANK, str(detect(os.environ).local_rank)) for word in job]
+    world = find_place(os.environ, options.startup_timeout_s)
+    job = [word.replace(LOCAL_RANK, str(world.local_rank)) for word in job]
     script = ScriptEngine(options, timeout_s=timeout_s)
     # In elastic mode ranks come and go, and those that are lost post nothing.
     wrapped = None if is_elastic(os.environ) else WrappedModels(script, check_ranks)
     hooks = engines.import_hooks(options.backend, script, bucket_mb=bucket_mb, wrapped=wrapped)
     compare = (lambda: None) if wrapped is None else wrapped.compare_at_end
-    run_and_end(functools.partial(_run, job, options.backend, script, hooks, compare), finish_threads_and_handlers)
+    run_and_end(
+        functools.partial(_run, job, world, options.backend, script, hooks, compare), finish_threads_and_handlers
+    )
 
 
 def _run(
-    job: Sequence[str], engine: str, script: ScriptEngine, hooks: ImportHooks, compare_ranks: Callable[[], None]
+    job: Sequence[str],
+    world: World,
+    engine: str,
+    script: ScriptEngine,
+    hooks: ImportHooks,
+    compare_ranks: Callable[[], None],
 ) -> None:
-    _set_variables(engine)
+    _set_variables(engine, world)
     hooks.install()
     if (message := Message.read(os.environ)) is not None:
         from hvd_trainer.measure.script import measure_script  # with torch
 
         measure_script(message)
     left: SystemExit | None = None
-    _warn_of_local_rank(job)
+    _warn_of_local_rank(job, world)
     os._exit = functools.partial(_exit, script, compare_ranks, os._exit)
     try:
         execute(job)
@@ -92,9 +101,8 @@ def _run(
     script.end(left)
 
 
-def _warn_of_local_rank(job: Sequence[str]) -> None:
+def _warn_of_local_rank(job: Sequence[str], world: World) -> None:
     """Say what to type for a script that knows its rank by an option only, which torch.distributed.launch adds."""
-    world = detect(os.environ)
     text = Path(job[0]).read_text(errors="replace") if job[0] != "-m" else ""
     option = re.search(r"--local[_-]rank\b", text)
     given = option is not None and option_values(job, "--local-rank")
@@ -123,9 +131,8 @@ def _exit(
         leave(status)
 
 
-def _set_variables(engine: str) -> None:
+def _set_variables(engine: str, world: World) -> None:
     """Set the rank variables of torchrun and horovodrun, which scripts read, and the engine for children."""
-    world = detect(os.environ)
     values = {**rank_variables("hand", world), **rank_variables("horovodrun", world)}
     if world.size == 1:
         values |= meeting_address()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 
 import environments
 import pytest
@@ -12,7 +13,14 @@ from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch.launchers import LAUNCHERS, choose_launcher, forget_outer_launchers
 from hvd_trainer.launch.slurm import expand_counts, slurm_job, slurm_step_id
 from hvd_trainer.launch.world import UNKNOWN, World, detect, lone_process_warning, may_be_first
-from hvd_trainer.rendezvous.ranks import RankInfo, check_world, cpu_share, ranks_sharing_gpu, resolve_nodes
+from hvd_trainer.rendezvous.ranks import (
+    RankInfo,
+    check_world,
+    cpu_share,
+    number_local_ranks,
+    ranks_sharing_gpu,
+    resolve_nodes,
+)
 
 
 def one_node(size: int) -> list[tuple[int, ...]]:
@@ -111,7 +119,9 @@ def test_detect_srun_with_pmi2() -> None:
 def test_detect_ignores_world_size_of_batch_script() -> None:
     srun = environments.CASES["srun_2"][1]
     assert detect({**srun, "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}).launcher == "srun"
-    with pytest.raises(LaunchError, match="RANK, LOCAL_RANK, LOCAL_WORLD_SIZE are not"):
+    with pytest.raises(
+        LaunchError, match="WORLD_SIZE is set, so this process looks started by hand, but RANK is not"
+    ):
         detect({"WORLD_SIZE": "2"})
 
 
@@ -127,7 +137,22 @@ COMPLETE = {
 ROWS = {launcher.name: launcher for launcher in reversed(LAUNCHERS)}
 
 
-@pytest.mark.parametrize(("name", "variable"), [(name, v) for name in COMPLETE for v in ROWS[name].variables()])
+def test_place_on_the_node_may_be_left_out() -> None:
+    """A missing rank is never taken for 0; a local one is found when the ranks meet."""
+    four = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    assert detect(four) == World.somewhere(2, 4, "hand")
+    assert detect({**four, "LOCAL_RANK": "1"}) == replace(World.somewhere(2, 4, "hand"), local_rank=1)
+    assert detect({**four, "LOCAL_WORLD_SIZE": "2"}) == replace(World.somewhere(2, 4, "hand"), local_size=2)
+    assert numbers(detect({**four, "RANK": "0", "WORLD_SIZE": "1"})) == ALONE[0]
+    for lost in ("RANK", "WORLD_SIZE"):
+        with pytest.raises(LaunchError, match=f"but {lost} is not"):
+            detect({name: number for name, number in four.items() if name != lost} | {"LOCAL_RANK": "0"})
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"),
+    [(name, v) for name in COMPLETE for v in ROWS[name].variables() if v not in ROWS[name].optional],
+)
 def test_detect_names_missing_variable(name: str, variable: str) -> None:
     environ = {key: value for key, value in COMPLETE[name].items() if key != variable}
     with pytest.raises(LaunchError) as caught:
@@ -169,7 +194,8 @@ def test_detect_random_environments() -> None:
             outcomes.add("refused")
         else:
             assert 0 <= world.rank < world.size
-            assert 0 <= world.local_rank < world.local_size <= world.size
+            assert UNKNOWN in (world.local_rank, world.local_size) or world.local_rank < world.local_size
+            assert UNKNOWN <= world.local_size <= world.size
             outcomes.add(world.launcher)
         may_be_first(environ)
         slurm_step_id(environ)
@@ -258,7 +284,7 @@ def test_slurm_job_id_of_array_task() -> None:
 
 
 def peer(host: str = "a", local_rank: int = 0, cpus: range = range(4), gpu: str | None = None) -> RankInfo:
-    return RankInfo(host=host, local_rank=local_rank, backend="ddp", cpus=tuple(cpus), gpu=gpu)
+    return RankInfo(host=host, local_rank=local_rank, backend="ddp", cpus=tuple(cpus), gpus=(gpu,) if gpu else ())
 
 
 def test_resolve_nodes_numbers_nodes_by_first_rank() -> None:
@@ -266,6 +292,16 @@ def test_resolve_nodes_numbers_nodes_by_first_rank() -> None:
     worlds = [World(rank, 3, p.local_rank, 2 - rank // 2, UNKNOWN, UNKNOWN) for rank, p in enumerate(peers)]
     located = [resolve_nodes(world, peers) for world in worlds]
     assert [(world.node_rank, world.num_nodes) for world in located] == [(0, 2), (0, 2), (1, 2)]
+
+
+def test_local_ranks_are_counted_by_host_where_none_are_set() -> None:
+    hosts = ["b", "a", "b", "b"]
+    given = [UNKNOWN, UNKNOWN, 0, UNKNOWN]  # one that is set counts
+    peers = number_local_ranks([peer(host, local) for host, local in zip(hosts, given, strict=True)])
+    located = [resolve_nodes(World.somewhere(rank, 4, "hand"), peers) for rank in range(4)]
+    places = [(world.local_rank, world.local_size, world.node_rank, world.num_nodes) for world in located]
+    assert places == [(1, 3, 0, 2), (0, 1, 1, 2), (0, 3, 0, 2), (2, 3, 0, 2)]
+    assert resolve_nodes(replace(World.somewhere(0, 4, "hand"), local_size=4), peers).local_size == 4
 
 
 def test_resolve_nodes_refuses_duplicate_local_rank() -> None:

@@ -258,7 +258,7 @@ def test_threads_that_may_touch_a_device_start_on_it() -> None:
 AT_A_START = {
     # Where ranks meet and are monitored, whichever engine they start then.
     "connect.open_store": {"backends.session"},
-    "ranks.exchange_rank_info": {"backends.session"},
+    "ranks.meet": {"backends.session", "c10d.context"},
     "choose_devices": {"backends.session"},
     "keep_freed_memory": {"backends.session"},
     "self._set_threads": {"backends.session"},

@@ -12,7 +12,7 @@ from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo, exchange_rank_info
 
-FIRST = RankInfo("node1", 0, "ddp", (0, 1), gpu="0000:3c:00", pid=7, stacks_fd=5)
+FIRST = RankInfo("node1", 0, "ddp", (0, 1), gpus=("0000:3c:00",), pid=7, stacks_fd=5)
 SECOND = RankInfo("node2", 0, "ddp", ())
 ENTRY = {"host": "node2", "local_rank": 0, "backend": "ddp", "cpus": []}
 

@@ -124,7 +124,7 @@ def ssh(said: str, remedy: str) -> Row:
 
 FINDINGS = [
     launcher("ok", "no rank variables are left over"),
-    launcher("error", "WORLD_SIZE set, but RANK, LOCAL_RANK", "unset WORLD_SIZE", WORLD_SIZE="2"),
+    launcher("error", "WORLD_SIZE set, but RANK is not", "unset WORLD_SIZE", WORLD_SIZE="2"),
     launcher("error", "but HOROVOD_LOCAL_RANK", "unset HOROVOD_RANK", HOROVOD_RANK="0", HOROVOD_SIZE="2"),
     launcher("error", "rank 5 of size 2", f"unset {' '.join(RANKS)}", **dict(zip(RANKS, "5022", strict=True))),
     launcher("ok", "this is rank 1 of 2, started by hand", **dict(zip(RANKS, "1122", strict=True))),

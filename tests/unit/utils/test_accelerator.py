@@ -157,7 +157,7 @@ def session_on_gpus(rank: int, gpus: list[str]) -> Session:
     size = len(gpus)
     session = Session(EngineOptions(backend="ddp"), {})
     session.world = World(rank, size, rank, size, launcher="torchrun")
-    session.peers = [RankInfo("node1", local_rank, "ddp", (0,), gpu) for local_rank, gpu in enumerate(gpus)]
+    session.peers = [RankInfo("node1", local_rank, "ddp", (0,), (gpu,)) for local_rank, gpu in enumerate(gpus)]
     session.devices = [torch.device("cuda", rank % 2)]
     return session
 
@@ -204,21 +204,21 @@ def test_nccl_leaves_lost_ranks_to_the_monitor(
 def test_gpu_slot_contains_nccl_hostid(driver: Driver) -> None:
     """Two slices of a GPU (MIG) have different UUIDs and one slot, by which NCCL refuses them."""
     session = session_on_gpus(1, ["gpu-a", "gpu-b"])
-    assert session._gpu_slot() == "0000:3c:00"
+    assert session._gpu_name(torch.device("cuda", 1)) == "0000:3c:00"
     session.environ["NCCL_HOSTID"] = "n1"
-    assert session._gpu_slot() == "n1 0000:3c:00"
+    assert session._gpu_name(torch.device("cuda", 1)) == "n1 0000:3c:00"
 
 
 def test_virtual_local_ranks_are_numbered() -> None:
     """`torchrun --virtual-local-rank` gives LOCAL_RANK=0 to all ranks."""
-    there = [RankInfo("a", 0, "ddp", (0,), gpu) for gpu in ("g0", "g1")] + [RankInfo("b", 0, "ddp", (0,), "g0")]
-    numbered = ranks.number_virtual_ranks(there)
+    gpus = [("a", "g0"), ("a", "g1"), ("b", "g0")]
+    numbered = ranks.number_local_ranks([RankInfo(host, 0, "ddp", (0,), (gpu,)) for host, gpu in gpus])
     assert [peer.local_rank for peer in numbered] == [0, 1, 0]
     assert ranks.resolve_nodes(World(1, 3, 0, 2), numbered).local_rank == 1
-    same = [RankInfo("a", 0, "ddp", (0,), "g0")] * 2
-    assert ranks.number_virtual_ranks(same) == same
+    same = [RankInfo("a", 0, "ddp", (0,), ("g0",))] * 2
+    assert ranks.number_local_ranks(same) == same
     with pytest.raises(LaunchError, match="both say that they are local rank 0"):
-        ranks.resolve_nodes(World(1, 2, 0, 2), ranks.number_virtual_ranks([RankInfo("a", 0, "ddp", (0,))] * 2))
+        ranks.resolve_nodes(World(1, 2, 0, 2), ranks.number_local_ranks([RankInfo("a", 0, "ddp", (0,))] * 2))
 
 
 # Which library, and which group.
