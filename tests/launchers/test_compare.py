@@ -16,6 +16,7 @@ from launchers import launch, requires, start
 from waiting import wait_for
 
 from hvd_trainer.measure.formats import number
+from hvd_trainer.measure.tool_folder import MARKER
 from hvd_trainer.measure.trials import read_runs
 
 pytestmark = pytest.mark.warm
@@ -28,7 +29,7 @@ def command(out: Path, *options: str, job: Sequence[str] = DIGITS) -> list[str]:
     return ["-m", "hvd_trainer", "compare", "--out", str(out), "--warmup-steps", "2", *options, "--", *job]
 
 
-FILES = {".lock", "runs.jsonl", *(f"comparison.{kind}" for kind in ("json", "md", "html"))}
+FILES = {MARKER, "runs.jsonl", *(f"comparison.{kind}" for kind in ("json", "md", "html"))}
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.measure.machine import Ran, busy_warning, conditions, describe_machine
 from hvd_trainer.measure.measured import describe_speed
 from hvd_trainer.measure.stale import digest_of_files
-from hvd_trainer.measure.start import locked_folder
+from hvd_trainer.measure.tool_folder import locked_folder
 from hvd_trainer.measure.trials import RunRecord, TrialRunner, read_runs
 from hvd_trainer.tools.compare import report, search_report
 from hvd_trainer.tools.compare.options import CompareOptions, check_together, read_ranks
@@ -60,7 +60,7 @@ def _compare(options: CompareOptions, job: tuple[str, ...], ran: Ran, typed: Seq
     axes, machine = read_axes(options.vary), describe_machine()
     trials = plan(job, axes, options, conditions(machine))
     interrupted = False
-    with locked_folder(options.out) as folder:
+    with locked_folder(options.out, "compare") as folder:
         try:
             measure(trials, folder, options)
         except KeyboardInterrupt:
@@ -85,7 +85,7 @@ def _search(options: CompareOptions, job: tuple[str, ...], ran: Ran) -> int:
     # A file that the job itself writes, or that is edited meanwhile, makes no other trial within a search.
     known = {**conditions(machine), "files": digest_of_files(job)}
     search_job, results = SearchJob(job, ranks), dict[str, SearchResult]()
-    with locked_folder(options.out) as folder:
+    with locked_folder(options.out, "compare") as folder:
         runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=are_figures)
         if text := busy_warning():
             runner.warn(text)
