@@ -201,7 +201,7 @@ def plan_variants(evidence: Evidence, normal: MeasuredTrial) -> list[MeasuredTri
     variants = []
     waits = max(sum(table[role].own for role in WAITING) for table in evidence.tables)
     if waits >= MIN_SHARE * quiet:
-        variants.append(replace(normal, label=NO_EXCHANGE, leave_out=("exchange",)))
+        variants.append(replace(normal, label=NO_EXCHANGE, exchange=False))
     if evidence.is_trainer_job:
         # Alone, a rank gets no more than its share of the cores: else its own threads would slow it down, too.
         share = max(1, evidence.cores // ranks)

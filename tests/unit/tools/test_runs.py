@@ -137,9 +137,7 @@ def test_start_of_a_job_leaves_its_words_as_they_are(tmp_path: Path) -> None:
     words = (str(script), "--log-dir", "here", "--epochs", "2")
     assert read_job(words) == words
     log = tmp_path / "log"
-    trial = MeasuredTrial(
-        job=words, engine="ddp", ranks=2, steps=7, leave_out=("data",), options={"batch_size": 8}
-    )
+    trial = MeasuredTrial(job=words, engine="ddp", ranks=2, steps=7, exchange=False, options={"batch_size": 8})
     start = trial.start(log)
     run = ["-m", "hvd_trainer", "run", "--backend", "ddp", "--exactly-horovod", "--", *words]
     assert start.command[-len(run) - 2 :] == ["--nproc-per-node", "2", *run]
@@ -148,7 +146,7 @@ def test_start_of_a_job_leaves_its_words_as_they_are(tmp_path: Path) -> None:
         engine="ddp",
         max_steps=7,
         endless=True,
-        leave_out=("data",),
+        exchange=False,
         options={"batch_size": 8},
     )
 
