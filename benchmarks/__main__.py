@@ -24,7 +24,7 @@ from hvd_trainer.measure.figures import are_figures
 from hvd_trainer.measure.machine import Ran, busy_warning, describe_machine
 from hvd_trainer.measure.measured import describe_speed
 from hvd_trainer.measure.results import TrialResult
-from hvd_trainer.measure.start import locked_folder
+from hvd_trainer.measure.tool_folder import locked_folder
 from hvd_trainer.measure.trials import TrialRunner
 
 
@@ -111,7 +111,7 @@ def main() -> int:
         for contestant in chosen
         if ranks == 1 or contestant.engine != "single"
     ]
-    with locked_folder(args.out) as folder:
+    with locked_folder(args.out, "benchmarks") as folder:
         runner = TrialRunner(folder, limit_s=args.limit_s, limit_option="--limit-s", are_figures=are_figures)
         measure(runner, trials, args.rounds)
         results = TrialResult.collect(trials, list(runner.last.values()))

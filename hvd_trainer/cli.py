@@ -39,9 +39,7 @@ COMMANDS: Mapping[str, Mapping[str, Command]] = {
         ),
     },
     "Measure": {
-        "compare": Command(
-            "tools.compare.cli", "time engines, ranks and options side by side, or search the fastest options"
-        ),
+        "compare": Command("tools.compare.cli", "time engines, ranks and values of options side by side"),
         "diagnose": Command("tools.diagnose.cli", "find out where a step's time goes, and what to change"),
     },
     "Use": {
@@ -57,8 +55,6 @@ COMMANDS: Mapping[str, Mapping[str, Command]] = {
 }
 """By group and name; modules of this package."""
 MODULES = {name: f"hvd_trainer.{command.module}" for group in COMMANDS.values() for name, command in group.items()}
-RENAMED = {"grid": "compare", "tune": "compare --search"}
-"""Commands of earlier versions, and what they are called now."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,8 +73,6 @@ def _main(words: list[str]) -> int:
         print(usage())
         return 0
     try:
-        if (new := RENAMED.get(name)) is not None:
-            raise OptionError(f"{name} is now called {new}. Type: {COMMAND} {new} --help")
         if name not in MODULES:
             guess = "".join(f": did you mean {near}?" for near in get_close_matches(name, MODULES, 1)) or "."
             raise OptionError(f"there is no command {name!r}{guess} Type: {COMMAND} --help")

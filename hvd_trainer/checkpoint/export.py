@@ -32,8 +32,11 @@ def export_weights(model: nn.Module, folder: Path | None) -> None:
         _replace(folder / NAME, lambda file: save_model(of_tensors, file))
 
 
-def export_tensors(tensors: Mapping[str, Any], file: Path) -> None:
+def export_tensors(tensors: Mapping[str, Any], file: Path, metadata: dict[str, str] | None = None) -> None:
     """Write the tensors of a state dict to a file, atomically; those that share memory are each written.
+
+    Args:
+        metadata: what the file says of itself.
 
     Raises:
         OSError: the file cannot be written.
@@ -41,7 +44,7 @@ def export_tensors(tensors: Mapping[str, Any], file: Path) -> None:
     from safetensors.torch import save_file
 
     plain = {name: tensor.contiguous() for name, tensor in _tensors_in(tensors).items()}
-    _replace(file, lambda temporary: save_file(plain, temporary))
+    _replace(file, lambda temporary: save_file(plain, temporary, metadata))
 
 
 def _tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice, repeat
+from itertools import islice
 
 from hvd_trainer.data.batch import Batch
-
-
-def repeat_first(batches: Iterator[Batch], count: int | None) -> Iterator[Batch]:
-    """Yield the first batch `count` times (None: without end), so that only one is ever loaded."""
-    first = next(batches)
-    return repeat(first) if count is None else repeat(first, count)
 
 
 class StepBatches:

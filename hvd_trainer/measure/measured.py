@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hvd_trainer.measure.command import OPEN_MPI, command_for, launcher_of
 from hvd_trainer.measure.figures import read_figures
@@ -43,7 +43,7 @@ class MeasuredTrial:
     """that a run makes, however much data it has; None: as many as the job does by itself"""
     warmup_steps: int = 0
     """steps at its beginning that do not count"""
-    leave_out: tuple[Literal["exchange", "data"], ...] = ()
+    exchange: bool = True
     """as in `Message`"""
     run_options: Sequence[str] = SAME_NUMBERS
     """further options of `run`, for a script"""
@@ -68,7 +68,7 @@ class MeasuredTrial:
             **{"engine": self.engine, "native": self.native, "ranks": self.ranks, "threads": threads},
             **{"steps": self.steps, "warmup_steps": self.warmup_steps, "endless": self.endless},
             **{"run_options": [*self.run_options], "options": {**self.options}, "record": {**self.record}},
-            **{"leave_out": [*self.leave_out]},
+            **{"exchange": self.exchange},
             **self.conditions,
         }
 
@@ -91,7 +91,7 @@ class MeasuredTrial:
             engine=None if self.native else self.engine,
             max_steps=self.steps,
             endless=self.endless,
-            leave_out=self.leave_out,
+            exchange=self.exchange,
             options=self.options,
             **self.record,
         )

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -42,8 +42,8 @@ class Message:
     """a job on the Trainer makes these steps however few epochs it has; another script ends with its data"""
     hold: tuple[int, int] | None = None
     """hold this rank after so many optimizer steps, so that it can be killed there: (rank, steps)"""
-    leave_out: tuple[Literal["exchange", "data"], ...] = ()
-    """run without the exchange of gradients; a job on the Trainer also without fetching: its first batch again"""
+    exchange: bool = True
+    """exchange gradients; without it each rank trains a model of its own"""
     trace_steps: int | None = None
     """optimizer steps whose samples, gradients and weights are written, for `parity`; None: none"""
     sample_stacks: bool = False

@@ -4,7 +4,7 @@ PLACE/folder                    empty at first: {folder} among the words of the 
 PLACE/files/home/me/project     the working folder, in the place of /home/me/project
     train.py -> /home/me/project/train.py
     checkpoints/                a folder of its own, with links to the files of the user's
-    data -> /home/me/project/data     a link: it has too many files, or a hidden name
+    data -> /home/me/project/data     a link: it has too many files
 PLACE/files/home/me/shared -> /home/me/shared      so that ../shared is found
 
 What would be written through a link is a copy before: `trial_files.py`. Union mounts (overlayfs) do the
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 from pathlib import Path
-
-import psutil
+from tempfile import NamedTemporaryFile
+from typing import Any
 
 from hvd_trainer.measure.message import SITE
 from hvd_trainer.measure.start import Start
@@ -35,7 +36,7 @@ def in_own_folder(start: Start, place: Path) -> Start:
     if not folder.exists():
         folder.mkdir(parents=True)
         _link_folders(user, files, place if place.parent == user else place.parent)
-    guarded = json.dumps([str(place), str(user), psutil.Process().create_time()])
+    guarded = json.dumps([str(place), str(user), os.path.realpath(_made_by_trials().name)])
     path = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH", ""))))
     return start._replace(
         command=[word.replace(FOLDER, str(folder)) for word in start.command],
@@ -44,14 +45,28 @@ def in_own_folder(start: Start, place: Path) -> Start:
     )
 
 
+@cache
+def _made_by_trials() -> Any:
+    """Return the file in which the trials of this command list what they make outside of their places."""
+    return NamedTemporaryFile(prefix="hvd_trainer-made-")  # noqa: SIM115 it lives as long as the command
+
+
 def written_outside(place: Path) -> list[str]:
     """Return the paths outside of its place to which a trial has written."""
     return _lines(place / OUTSIDE)
 
 
-def read_by(place: Path) -> set[str]:
-    """Return the paths of the user's files that a trial has read, and not written."""
-    return {*_lines(place / READ)} - {*written_outside(place)}
+def read_by(place: Path) -> dict[str, set[int]]:
+    """Return the user's files that a trial has read, and not written, with their times then, in nanoseconds.
+
+    A file that was written meanwhile has more than one time.
+    """
+    written, times = {*written_outside(place)}, dict[str, set[int]]()
+    for line in _lines(place / READ):
+        time_ns, _, path = line.partition(" ")
+        if path not in written:
+            times.setdefault(path, set()).add(int(time_ns))
+    return times
 
 
 def _lines(file: Path) -> list[str]:
@@ -81,12 +96,13 @@ def _link_folders(user: Path, files: Path, out: Path) -> None:
 def _link_files(source: Path, target: Path, out: str, limit: int) -> None:
     """Make a folder with links to files, and below it such folders of `limit` files at most, or else links."""
     target.mkdir()
-    for entry in _entries(source):
+    # Hidden ones last, such as .git: their files shall not make a link of another folder.
+    for entry in sorted(_entries(source), key=lambda entry: entry.name.startswith(".")):
         if entry.path == out:
             continue
-        is_open = entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
-        count = _count(entry.path, out, limit) if is_open else 0
-        if is_open and count <= limit:
+        is_folder = entry.is_dir(follow_symlinks=False)
+        count = _count(entry.path, out, limit) if is_folder else 0
+        if is_folder and count <= limit:
             _link_files(Path(entry.path), target / entry.name, out, limit)
             limit -= count
         else:
@@ -97,7 +113,7 @@ def _count(folder: str, out: str, limit: int) -> int:
     """Return how many files are in a folder and below it; any number above `limit` if they are more."""
     count = 0
     for path, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and os.path.join(path, name) != out]
+        folders[:] = [name for name in folders if os.path.join(path, name) != out]
         count += len(folders) + len(names)
         if count > limit:
             break

@@ -31,7 +31,7 @@ def measure_script(message: Message) -> None:
     if message.max_steps is not None:
         listeners.append(AfterSteps(message.max_steps, sys.exit))
     # First, so that what is left of it is seen.
-    undo = leave_out_exchange() if "exchange" in message.leave_out else ExitStack()
+    undo = ExitStack() if message.exchange else leave_out_exchange()
     events = ScriptEvents(log, *listeners)
     events.install()
     after = {"hvd_trainer.training.trainer": partial(_leave_to_trainer, events, undo)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -25,14 +24,23 @@ def digest_of_package() -> str:
     return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
 
 
-def digests(names: Iterable[str], *, since: float = math.inf) -> dict[str, str]:
-    """Return the digest of each of the names that is a file.
+def digests(names: Iterable[str]) -> dict[str, str]:
+    """Return the digest of each of the names that is a file."""
+    files = {name: digest(Path(name)) for name in sorted(set(names))}
+    return {name: text for name, text in files.items() if text}
+
+
+def digests_of_read(times: Mapping[str, set[int]]) -> dict[str, str]:
+    """Return the digest of each file that a run has read.
 
     Args:
-        since: when they were read, in seconds since 1970; one that was written later is `CHANGED`.
+        times: of the file in nanoseconds, at each moment that it was read; one with another time now is `CHANGED`.
+            They are not compared with a clock: that of the file's disk may be another one.
     """
-    files = {name: digest(Path(name)) for name in sorted(set(names))}
-    return {name: CHANGED if os.stat(name).st_mtime > since else text for name, text in files.items() if text}
+    return {
+        name: text if times[name] == {os.stat(name).st_mtime_ns} else CHANGED
+        for name, text in digests(times).items()
+    }
 
 
 def digest_of_files(words: Iterable[str]) -> dict[str, str]:

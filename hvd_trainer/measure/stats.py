@@ -43,11 +43,24 @@ class Ratio:
     """of the interval; above 95 % where several ratios are looked at together"""
     each: tuple[float, ...] = ()
     """the ratio of each round"""
+    least: float = 0.0
+    """the smallest difference from 1 that matters, as a fraction"""
 
     @property
     def is_clear(self) -> bool:
         """Whether the two differ by more than the noise."""
         return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
+
+    @property
+    def matters(self) -> bool:
+        """Whether the two differ by more than the noise, and by as much as counts."""
+        return self.is_clear and abs(math.log(self.value)) >= math.log1p(self.least)
+
+    @property
+    def is_negligible(self) -> bool:
+        """Whether the whole interval is within what counts."""
+        bounds = (self.low, self.high)
+        return all(bound is not None and abs(math.log(bound)) < math.log1p(self.least) for bound in bounds)
 
     @property
     def inverse(self) -> Ratio:
@@ -61,8 +74,8 @@ class Ratio:
         """It in a few words."""
         if self.low is None:
             return "TOO FEW ROUNDS"
-        if not self.is_clear:
-            return "NO CLEAR DIFFERENCE"
+        if not self.matters:
+            return "NO DIFFERENCE THAT MATTERS" if self.is_negligible else "NO CLEAR DIFFERENCE"
         return f"{self.value:.2f} TIMES [{self.low:.2f} to {self.high:.2f}]"
 
     @property
@@ -70,12 +83,8 @@ class Ratio:
         """The interval with its level, in words."""
         if self.low is None or self.high is None:
             return "no interval"
-        return interval_text(self.low, self.high, self.level)
-
-
-def interval_text(low: float, high: float, level: float) -> str:
-    """Return an interval with its level, in words."""
-    return f"{100 * level:.3g} % interval {low:.2f} to {high:.2f}"
+        digits = 3 if abs(self.value - 1) < self.least else 2
+        return f"{100 * self.level:.3g} % interval {self.low:.{digits}f} to {self.high:.{digits}f}"
 
 
 def ratio(ones: Sequence[float], others: Sequence[float]) -> Ratio:
@@ -87,7 +96,7 @@ def ratio(ones: Sequence[float], others: Sequence[float]) -> Ratio:
     return ratios([(ones, others)])[0]
 
 
-def ratios(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[Ratio]:
+def ratios(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, least: float = 0.0) -> list[Ratio]:
     """Return the ratio of each pair of series, as `ratio` does, with Holm's correction for their number.
 
     The clearest is judged with an error of 5 % divided by the number of all, the next by that of the others, and
@@ -95,7 +104,7 @@ def ratios(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[Rat
     """
     logs = [np.log(np.asarray(ones, dtype=float) / np.asarray(others, dtype=float)) for ones, others in pairs]
     results = [
-        Ratio(math.exp(values.mean()), None, None, len(values), each=tuple(np.exp(values).tolist()))
+        Ratio(math.exp(values.mean()), None, None, len(values), each=tuple(np.exp(values).tolist()), least=least)
         for values in logs
     ]
     judged = [place for place, values in enumerate(logs) if len(values) >= MIN_ROUNDS]

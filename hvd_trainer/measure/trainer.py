@@ -49,7 +49,7 @@ def obey(message: Message, options: TrainerOptions) -> TrainerOptions:
         OptionError: they do not go with what shall be measured.
     """
     train, parallel = options.train, options.parallel
-    if "exchange" in message.leave_out and (parallel.shard == "full" or train.reproducible is not None):
+    if not message.exchange and (parallel.shard == "full" or train.reproducible is not None):
         option = "--reproducible" if train.reproducible is not None else "--shard full"
         raise OptionError(f"Without the exchange of gradients this job cannot train: {option} needs it")
     changes: dict[str, Any] = {}

@@ -7,7 +7,7 @@ The working folder of a trial is made of links to the files of the user's (`own_
     open("log.csv", "a"), a link           the link becomes a copy first
     open("new.csv", "w")                   the trial's own
     open("/home/me/new.csv", "w")          named in PLACE/outside, of which the tool warns
-    open("/home/me/log.csv", "a")          OwnFileError, if it was there before the tool
+    open("/home/me/log.csv", "a")          OwnFileError, unless a trial of this command has made the file
     open("own.yaml"), import own           named in PLACE/read: when it changes, the run is stale (`stale.py`)
 
 Python tells of what it opens, renames and removes; what PyTorch and safetensors write in C++ and Rust is told by
@@ -43,7 +43,7 @@ FOLDER = "{folder}"
 """Stands among the words of a job for an empty folder that each trial has for itself."""
 OUTSIDE, LOADED, READ = "outside", "loaded", "read"
 """Files in the trial's place: the paths outside of it that it writes to, that it loads as checkpoints, and that it
-reads."""
+reads, each of these behind the time that the file has then."""
 MAX_READ = 500
 """Files that a process notes because it reads them. The first are code and configuration, and not yet data."""
 INSTALLED = {"site-packages", "dist-packages"}
@@ -75,11 +75,12 @@ class FileGuard:
     Args:
         place: the folder in which all is the trial's own.
         user: the folder that the tool was started in.
-        began_at: seconds since 1970, when the tool was started: what was there before is its user's.
+        made: the file that lists what the trials of this command have made outside of their places. All else is
+            the user's. Times prove nothing: the clock of a file's disk may be another one than this machine's.
     """
 
-    def __init__(self, place: str, user: str, began_at: float) -> None:
-        self._place, self._user, self._began_at = place, user, began_at
+    def __init__(self, place: str, user: str, made: str) -> None:
+        self._place, self._user, self._made = place, user, made
         # Before it looks: finding that folder writes to it.
         self._temporary = tempfile.gettempdir()
         self._noted: set[tuple[str, str]] = set()
@@ -90,12 +91,15 @@ class FileGuard:
     def install(self) -> None:
         """Begin to look."""
         changes = ("os.truncate", "os.chmod", "os.chown", "os.utime")
+        makes = ("os.mkdir", "os.mkfifo")
         handlers: dict[str, Callable[..., None]] = {
             "open": self._on_open,
             "os.remove": self._on_remove,
             "os.rmdir": self._on_remove,
             "os.rename": self._on_rename,
             **dict.fromkeys(changes, lambda path, *_: self.before_write(path)),
+            **dict.fromkeys(makes, lambda path, *_: self._on_make(path)),
+            **dict.fromkeys(("os.symlink", "os.link"), lambda _, path, *folders: self._on_make(path)),
             "shutil.rmtree": self._on_remove,
             "sqlite3.connect": lambda path: self.before_write(path, is_sure=False),
         }
@@ -115,10 +119,10 @@ class FileGuard:
         Args:
             path: that is about to be opened.
             keeps: whether its content stays, so that a link must become a copy.
-            is_sure: whether it will be written to, and is not only opened so that it could be.
+            is_sure: whether it will be written to; one that most programs only read is warned of.
 
         Raises:
-            OwnFileError: it is outside of the trial, and was there before.
+            OwnFileError: it is outside of the trial, and not made by a trial of this command.
         """
         name = os.path.abspath(os.fsdecode(path))
         real = os.path.realpath(name)
@@ -127,8 +131,8 @@ class FileGuard:
         if os.path.islink(name) and self._is_own(os.path.realpath(os.path.dirname(name))):
             if os.path.isfile(real) or not os.path.exists(real):
                 self._detach(name, real if keeps else None)
-        elif is_sure:
-            self._leave(real)
+        else:
+            self._leave(real, is_sure=is_sure)
 
     def _on_open(self, path: Any, mode: str | None, flags: int) -> None:
         access = flags & os.O_ACCMODE
@@ -136,8 +140,8 @@ class FileGuard:
             with suppress(OSError, ValueError):  # the working folder may be gone, or the path be none
                 self._note_read(os.fsdecode(path))
         else:
-            is_sure = access == os.O_WRONLY or flags & (os.O_CREAT | os.O_TRUNC) != 0
-            self.before_write(path, keeps=not flags & os.O_TRUNC, is_sure=is_sure)
+            # Also what is opened to read and write: a mapped file (`np.memmap`) changes without another sign.
+            self.before_write(path, keeps=not flags & os.O_TRUNC)
 
     def _note_read(self, path: str) -> None:
         """Note a file that is read, if it is code of the job's, or any other file below the user's folder."""
@@ -153,7 +157,7 @@ class FileGuard:
         is_installed = not INSTALLED.isdisjoint(real.split(os.sep)) or real.startswith(NOT_OWN)
         if is_users and not (is_installed or self._is_own(real) or self._is_of_a_program(real)):
             self._read.add(name)
-            self._note(READ, real)
+            self._note(READ, f"{os.stat(real).st_mtime_ns} {real}")
 
     def _on_remove(self, path: Any, folder: int | None = None) -> None:
         if folder in (None, -1):  # what rmtree removes by its number was seen as a whole
@@ -165,9 +169,17 @@ class FileGuard:
     def _on_rename(self, source: Any, target: Any, *folders: int) -> None:
         for path in (source, target):
             self._on_remove(path, *folders[:1])
+        self._on_make(target)
+
+    def _on_make(self, path: Any) -> None:
+        """Take note of what a trial makes outside of its place."""
+        name = os.path.abspath(os.fsdecode(path))
+        real = os.path.join(os.path.realpath(os.path.dirname(name)), os.path.basename(name))
+        if not self._is_own(real) and not os.path.lexists(real):
+            self._leave(real)
 
     def _is_own(self, real: str) -> bool:
-        return real.startswith(self._place + os.sep)
+        return real.startswith(self._place + os.sep) or real == self._made
 
     def _detach(self, link: str, content: str | None) -> None:
         """Replace a link by a file, once among threads and processes; `content`: the file to copy, or None."""
@@ -183,22 +195,32 @@ class FileGuard:
                 shutil.copy2(content, new)
             os.replace(new, link)
 
-    def _leave(self, real: str) -> None:
+    def _leave(self, real: str, *, is_sure: bool = True) -> None:
         """Refuse to change a file of the user's, or take note that one is written outside of the trial."""
         if self._is_of_a_program(real):
             return
-        with suppress(FileNotFoundError):
+        try:
             status = os.lstat(real)
+        except FileNotFoundError:
+            self._note(self._made, real)  # before it is made, so that another rank knows whose it is
+        else:
             # An empty file, such as a lock, has nothing to lose.
-            if status.st_mtime < self._began_at and (status.st_size or stat.S_ISDIR(status.st_mode)):
+            has_content = status.st_size or stat.S_ISDIR(status.st_mode)
+            if is_sure and has_content and not self._is_made_by_trials(real):
                 raise OwnFileError(
                     f"{real} is a file of yours, and no trial may change it. Write {FOLDER} where the script is "
                     f"told that path: each trial has a folder of its own"
                 )
         self._note(OUTSIDE, real)
 
+    def _is_made_by_trials(self, real: str) -> bool:
+        """Return whether a trial of this command has made a file or folder, or the folder that it is in."""
+        with open(self._made) as lines:
+            made = {*lines.read().splitlines()}
+        return not made.isdisjoint([real, *map(str, Path(real).parents)])
+
     def _is_of_a_program(self, real: str) -> bool:
-        """Return whether a file is temporary, a device, or in a cache, such as ~/.cache or TORCH_HOME.
+        """Return whether a file is temporary, a device, in a cache, or hidden in the home folder (~/.config).
 
         Of a folder for such files and the user's, the inner one says so: either may be in the other.
         """
@@ -206,10 +228,10 @@ class FileGuard:
         caches = [value for name, value in os.environ.items() if CACHES.search(name) and os.path.isabs(value)]
         folders = [*map(os.path.realpath, ("/dev", "/proc", self._temporary, *caches))]
         around = max((f for f in (*folders, user) if real.startswith(f + os.sep)), key=len, default="")
-        if around in folders:
-            return True
-        below = real.removeprefix(user) if around == user else real
-        return any(part.startswith(".") or part == "__pycache__" for part in below.split(os.sep))
+        home = os.path.realpath(os.path.expanduser("~")) + os.sep
+        name = real.removeprefix(home).split(os.sep)[0]
+        is_hidden = real.startswith(home + ".") and not f"{user}{os.sep}".startswith(f"{home}{name}{os.sep}")
+        return around in folders or is_hidden or "__pycache__" in real.split(os.sep)
 
     def _note(self, file: str, path: str) -> None:
         if (file, path) in self._noted:

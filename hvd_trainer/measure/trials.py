@@ -1,6 +1,6 @@
 """Run the trials of a tool in its folder, and record each run that has ended, so that the same command continues.
 
-    with locked_folder(options.out) as folder:
+    with locked_folder(options.out, "compare") as folder:
         runner = TrialRunner(folder, limit_s=options.timeout_s)
         for trial, run in runner.run_all(runner.to_do(trials, rounds=5), describe=str):
             ...
@@ -29,8 +29,9 @@ import msgspec
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.failure_reason import why_it_failed
 from hvd_trainer.measure.own_files import describe_outside, in_own_folder, read_by, written_outside
-from hvd_trainer.measure.stale import digests, has_changed
-from hvd_trainer.measure.start import Start, clear, run_to_end, running
+from hvd_trainer.measure.stale import digests_of_read, has_changed
+from hvd_trainer.measure.start import Start, run_to_end
+from hvd_trainer.measure.tool_folder import clear, make_inner, mark_inner, remove_inner, running
 from hvd_trainer.utils.files import open_regular
 
 RUNS = "runs.jsonl"
@@ -186,7 +187,7 @@ class TrialRunner:
         self._deadline = math.inf if budget_s is None else time.monotonic() + budget_s
         if not resume:
             (folder / RUNS).unlink(missing_ok=True)
-            shutil.rmtree(folder / "failed", ignore_errors=True)
+            remove_inner(folder / "failed")
         self._go = time.time()
         self.warnings: list[str] = []
         """what this command has warned of"""
@@ -256,8 +257,7 @@ class TrialRunner:
         if self.is_done(trial.identity, round_):
             return self.last[key_of(trial.identity), round_]
         clear(self.folder)
-        place = running(self.folder)
-        place.mkdir(parents=True)
+        place = make_inner(running(self.folder))
         limit, option = self._limit_s, self._limit_option
         if limit_s is not None:
             limit = limit_s
@@ -271,7 +271,8 @@ class TrialRunner:
             figures = trial.read(log) if code == 0 else None
         finally:
             if keep is not None and log.exists():
-                shutil.rmtree(keep, ignore_errors=True)
+                remove_inner(keep)
+                mark_inner(log, like=self.folder)
                 log.rename(keep)
         state: Literal["done", "failed", "killed"] = "done"
         note = ""
@@ -292,7 +293,7 @@ class TrialRunner:
             began_at=began_at,
             go=self._go,
             warnings=tuple(self.warnings),
-            read=digests(read_by(place), since=began_at),
+            read=digests_of_read(read_by(place)),
         )
         append_run(self.folder, run)
         self.last[run.key, round_] = run
@@ -309,7 +310,7 @@ class TrialRunner:
         records = self.folder / RUNS
         number = len(records.read_bytes().splitlines()) if records.exists() else 0
         kept = Path("failed", f"{number + 1}.txt")
-        (self.folder / kept).parent.mkdir(exist_ok=True)
+        make_inner((self.folder / kept).parent)
         shutil.copy(running(self.folder) / "output", self.folder / kept)
         return str(kept)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -27,18 +29,32 @@ class Options:
     """to be written"""
 
 
+WRITER = {"written_by": "hvd-trainer export"}
+"""What an exported file says of itself: only such a file is replaced."""
+
+
 def main(argv: Sequence[str]) -> int:
     """Write the weights; return the exit code.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, or the file cannot be written.
+        CheckpointError: there is no whole checkpoint, or the file cannot be written, or is one of the user's.
     """
     options = read_words(Options, argv, program=f"{COMMAND} export")
+    if os.path.lexists(options.file) and not _is_export(options.file):
+        raise CheckpointError(f"{options.file} is no file that export has written. Name another file")
     restored = storage.restore(None, options.checkpoint)
     assert restored.opened is not None
     try:
-        export_tensors(StateReader().load(restored.opened.state()["model"]), options.file)
+        export_tensors(StateReader().load(restored.opened.state()["model"]), options.file, WRITER)
     except (OSError, KeyError) as error:
         raise CheckpointError(f"{options.file} cannot be written: {error}") from error
     print("\n".join([*restored.notes, f"weights are in {options.file}"]))
     return 0
+
+
+def _is_export(file: Path) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    with suppress(OSError, SafetensorError), safe_open(file, "pt") as known:
+        return WRITER.items() <= (known.metadata() or {}).items()
+    return False

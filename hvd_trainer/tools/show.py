@@ -25,7 +25,7 @@ from hvd_trainer.measure.chart import draw_lines
 from hvd_trainer.measure.formats import check_installed, number
 from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.report import Picture, Report, Table, Verdict
-from hvd_trainer.measure.start import locked_folder
+from hvd_trainer.measure.tool_folder import locked_folder
 from hvd_trainer.observe.run_folder import CONFIG, METRICS
 from hvd_trainer.utils.files import open_regular
 from hvd_trainer.utils.text import COMMAND, plural
@@ -195,7 +195,7 @@ def main(argv: Sequence[str]) -> int:
         data={"runs": {run.name: dict(run.last) for run in runs}},
     )
     report.show()
-    with locked_folder(options.out) as folder:
+    with locked_folder(options.out, "show") as folder:
         report.write(folder, "show")
         if any(os.environ.get(name) for name in DISPLAYS):
             webbrowser.open((folder / "show.html").resolve().as_uri())

@@ -33,8 +33,9 @@ from hvd_trainer.measure.measured import SAME_NUMBERS, SAME_SUMS, MeasuredTrial
 from hvd_trainer.measure.own_files import describe_outside, in_own_folder, written_outside
 from hvd_trainer.measure.recorders import MARK
 from hvd_trainer.measure.report import Bar, Bars, Report, Table, Verdict
-from hvd_trainer.measure.start import Start, find_processes, launched, locked_folder, run_to_end
+from hvd_trainer.measure.start import Start, find_processes, launched, run_to_end
 from hvd_trainer.measure.steps import FIRST_STEP
+from hvd_trainer.measure.tool_folder import locked_folder
 from hvd_trainer.utils.text import COMMAND, plural
 
 TWO_RANKS = (
@@ -258,7 +259,7 @@ def main(argv: Sequence[str]) -> int:
     options, job = read_command("verify-resume", Options, argv)
     check_installed("jinja2", "rich")
     script = Script(job, options.backend, options.np)
-    with locked_folder(options.out) as out:
+    with locked_folder(options.out, "verify-resume") as out:
         folder = Path(tempfile.mkdtemp(prefix="hvd_trainer-verify-"))
         try:
             campaign = verify(script, kills=options.kills, draw=random.Random(options.seed), folder=folder)

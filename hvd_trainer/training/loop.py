@@ -20,7 +20,7 @@ from torch import nn
 
 from hvd_trainer.backends import StepResult
 from hvd_trainer.data import Batch, samples_taken
-from hvd_trainer.data.step_batches import StepBatches, repeat_first
+from hvd_trainer.data.step_batches import StepBatches
 from hvd_trainer.errors import NonFiniteError
 from hvd_trainer.launch.world import World
 from hvd_trainer.observe.callback import Callback, Observer
@@ -134,8 +134,6 @@ class TrainingLoop:
         """Return the rest of this rank's batches of the epoch."""
         run = self._run
         batches = run.train_loader.epoch(run.progress.epoch, run.progress.consumed)
-        if "data" in run.leave_out:
-            batches = repeat_first(batches, run.train_loader.batches_per_epoch)
         for observer in run.observers:
             batches = observer.on_batches(batches)
         return batches
@@ -231,7 +229,7 @@ class TrainingLoop:
         run.manager.wait()
         memory = run.peak_memory.figures()
         last = self._records[-1] if self._records else {}
-        if not run.leave_out:
+        if run.exchanges:
             run.state.export(run.log.folder)
         if not run.log.ended:
             end = {key: value for key, value in last.items() if key != "seconds"}

@@ -11,7 +11,7 @@ progress, metrics, log, callbacks, manager
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -98,8 +98,8 @@ class TrainingRun(RunView):
         self.model, self.loss, self.metrics = inputs.model, inputs.loss, inputs.metrics
         # What the exchange, the comparison of ranks and checkpoints are about.
         self.trained = with_loss(inputs.model, inputs.loss)
-        # Parts that a tool wants left out, to see what they cost: `exchange`, `data`.
-        self.leave_out: Collection[str] = () if message is None else message.leave_out
+        # A tool may want it left out, to see what it costs.
+        self.exchanges = message is None or message.exchange
         self.stop_condition = StopCondition.parse(options.train.until)
         splits = ("train",) if inputs.val_data is None else ("train", "val")
         figures = [f"{split}_{name}" for split in splits for name in ("loss", *inputs.metrics)]
@@ -122,8 +122,7 @@ class TrainingRun(RunView):
         )
         refuse([*mistakes, *of_schedule])
         with ExitStack() as resources:  # closes what is open if a later part cannot be built
-            exchange = "exchange" not in self.leave_out
-            self.placement = make_placement(backend, options.parallel, options.train, exchange=exchange)
+            self.placement = make_placement(backend, options.parallel, options.train, exchange=self.exchanges)
             resources.callback(self.placement.close)
             drawn = draw_batches(inputs.train_data, backend, options.train.seed)
             self.plan = self._make_plan(inputs.train_data, drawn)
@@ -208,7 +207,7 @@ class TrainingRun(RunView):
             precision=train.precision,
             needs_norm=any(callback.needs_norm for callback in self.callbacks),
             weight=inputs.weight,
-            exchange="exchange" not in self.leave_out,
+            exchange=self.exchanges,
         )
         if train.reproducible is None:
             return self.placement.make_step(parts)
@@ -255,7 +254,7 @@ class TrainingRun(RunView):
             backend=self.backend,
             options=self.options.save,
             log=self.log,
-            is_enabled=self.options.log.log_dir is not None and not self.leave_out,
+            is_enabled=self.options.log.log_dir is not None and self.exchanges,
             state=self.state,
             progress=self.progress,
             before_save=self.check,
@@ -269,7 +268,7 @@ class TrainingRun(RunView):
             NonFiniteError, ReplicasDifferError: it is not.
         """
         self.step.guard.check()
-        if self.placement.has_copies and "exchange" not in self.leave_out:
+        if self.placement.has_copies and self.exchanges:
             self.replicas.check()
 
     def __enter__(self) -> TrainingRun:

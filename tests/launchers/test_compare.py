@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from launchers import launch, requires, start
 from waiting import wait_for
 
 from hvd_trainer.measure.formats import number
+from hvd_trainer.measure.tool_folder import MARKER
 from hvd_trainer.measure.trials import read_runs
 
 pytestmark = pytest.mark.warm
@@ -28,7 +28,7 @@ def command(out: Path, *options: str, job: Sequence[str] = DIGITS) -> list[str]:
     return ["-m", "hvd_trainer", "compare", "--out", str(out), "--warmup-steps", "2", *options, "--", *job]
 
 
-FILES = {".lock", "runs.jsonl", *(f"comparison.{kind}" for kind in ("json", "md", "html"))}
+FILES = {MARKER, "runs.jsonl", *(f"comparison.{kind}" for kind in ("json", "md", "html"))}
 
 
 @pytest.mark.long
@@ -178,19 +178,6 @@ def test_compare_ends_the_running_job_on_ctrl_c(tmp_path: Path) -> None:
     ]
 
 
-# A search.
-
-
-@pytest.mark.long
-def test_search_names_a_job_that_does_not_run(tmp_path: Path) -> None:
-    search = command(
-        tmp_path, "--search", "--run-s", "0.1", "--backend", "ddp", job=[*DIGITS, "--transport", "mpi"]
-    )
-    result = launch("python", 1, search, check=False)
-    assert result.returncode == 2
-    assert "The job does not run as it is, on ddp: failed, --transport mpi with --backend ddp" in result.stderr
-
-
 SLOW_DISK = """
 import time
 import torch
@@ -215,30 +202,23 @@ if __name__ == "__main__":
 """
 
 
-def done(out: Path) -> int:
-    """How many runs have come to their end; those that failed are tried again."""
-    return sum(run.state == "done" for run in read_runs(out))
-
-
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_search_resumes_from_its_folder(tmp_path: Path) -> None:
-    """A disk that makes a step wait, on one rank whose threads are typed: loader processes are all that helps."""
+def test_the_fastest_values_are_what_to_type(tmp_path: Path) -> None:
+    """A disk that makes a step wait: loader processes are what helps, and the last line has them."""
     job, own, out = tmp_path / "job.py", tmp_path / "own.yaml", tmp_path / "out"
     job.write_text(SLOW_DISK)
-    own.write_text("batch-size: 4\nthreads: 1\nprefetch: 2\n")
-    options = ["--search", "--np", "1", "--backend", "ddp", "--rounds", "3", "--run-s", "1", "--least-gain", "0.3"]
-    search = command(out, *options, job=[str(job), "--config", str(own)])
-    said = launch("python", 1, search, timeout_s=500).stdout
-    assert re.search(r"--workers [24] +[\d.]+ .* adopted", said), said
-    assert re.search(r"--workers 0 .* the job fails with it", said), "what is typed, --prefetch, needs some"
-    kept = done(out)
-    again = launch("python", 1, search).stdout
-    assert done(out) == kept
-    assert again.splitlines()[-1] == said.splitlines()[-1]
+    own.write_text("batch-size: 4\nthreads: 1\n")
+    options = ["--np", "1", "--backend", "ddp", "--rounds", "3", "--steps", "60", "--vary", "workers=0,2"]
+    compare = command(out, *options, job=[str(job), "--config", str(own)])
+    said = launch("python", 1, compare, timeout_s=500).stdout
+    assert "On 1 rank ddp with workers 2 is " in said, said
+    again = launch("python", 1, compare).stdout
+    assert "6 runs in 3 rounds, 0 to do" in again
+    assert again.splitlines()[-2:] == said.splitlines()[-2:]
+    start = f"torchrun --nproc-per-node 1 {job} --config {own}"
+    assert again.splitlines()[-2] == f"Type: {start} --workers 2 --backend ddp"
     tuned = yaml.safe_load((out / "ddp.yaml").read_text())
-    assert tuned["workers"] in (2, 4)
-    assert (tuned["backend"], tuned["batch_size"], tuned["threads"]) == ("ddp", 4, 1)
-    assert json.loads((out / "search.json").read_text())["backends"]["ddp"]["gain"]["low"] > 1
+    assert tuned == {"batch_size": 4, "threads": 1, "backend": "ddp", "workers": 2}
     trained = launch("torchrun", 1, [str(job), "--config", str(out / "ddp.yaml"), "--max-steps", "3"]).stdout
     assert "4 x 1 rank" in trained

@@ -276,9 +276,8 @@ def test_parity_from_the_command_to_the_exit_code(
 def test_failed_runs_are_named(tmp_path: Path) -> None:
     script = tmp_path / "nothing.py"
     script.write_text("import torch\n")
-    result = launch(
-        "python", 1, ["-m", "hvd_trainer", "parity", "--out", str(tmp_path), "--", str(script)], check=False
-    )
+    argv = ["-m", "hvd_trainer", "parity", "--out", str(tmp_path / "out"), "--", str(script)]
+    result = launch("python", 1, argv, check=False)
     assert result.returncode == 2
     for engine in ("horovod", "ddp"):
         assert f"{engine} failed: it took no optimizer step that counts" in result.stdout

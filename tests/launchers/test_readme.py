@@ -155,9 +155,8 @@ TYPED_ELSEWHERE = {
         "test_diagnose_jobs.py",
         '"diagnose"',
     ),
-    "hvd-trainer compare --search --np 2 -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist": (
-        *("test_compare.py", '"--search"'),
-    ),
+    "hvd-trainer compare --np 2 --vary threads=1,2 --vary bucket-mb=1,25 -- -m hvd_trainer.mnist --data-dir "
+    "../shared/data/mnist": ("test_compare.py", '"workers=0,2"'),
     "hvd-trainer compare --backend ddp --np 1,2,4 --vary stages=1,2 --vary chunks=1,2,4,8,16,32 "
     "--vary batch-size=32,64,128,256 --vary schedule=gpipe --rounds 3 --steps 10 --out runs/pipeline -- -m "
     "hvd_trainer.imdb --dataset synthetic": ("test_compare.py", '"stages=1,2"'),

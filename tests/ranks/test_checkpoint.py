@@ -340,15 +340,21 @@ def test_export_writes_loadable_weights(tmp_path: Path, capsys: pytest.CaptureFi
     fit(tmp_path)
     assert cli.main(["export", str(tmp_path), str(tmp_path / "weights.safetensors")]) == 0
     assert f"from {tmp_path}/checkpoints/step-000000006" in capsys.readouterr().out
-    assert (tmp_path / "weights.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+    weights, last = (load_file(tmp_path / f"{name}.safetensors") for name in ("weights", "model"))
+    assert weights.keys() == last.keys()
+    assert all(torch.equal(weights[name], last[name]) for name in last)
     Net().load_state_dict(load_file(tmp_path / "weights.safetensors"))
     older = str(tmp_path / "checkpoints/step-000000003")
     assert cli.main(["export", older, str(tmp_path / "older.safetensors")]) == 0
-    assert (tmp_path / "older.safetensors").read_bytes() != (tmp_path / "model.safetensors").read_bytes()
+    older_weights = load_file(tmp_path / "older.safetensors")
+    assert not any(torch.equal(older_weights[name], last[name]) for name in last if name.endswith("weight"))
     assert cli.main(["export", str(tmp_path / "nothing")]) == 2
     assert cli.main(["export", older, str(tmp_path / "no/folder")]) == 2
+    assert cli.main(["export", older, str(tmp_path / "weights.safetensors")]) == 0, "it is an export"
+    assert cli.main(["export", older, str(tmp_path / "model.safetensors")]) == 2, "it is not"
+    assert load_file(tmp_path / "model.safetensors").keys() == last.keys()
     said = capsys.readouterr().err
-    assert len(re.findall("^error: ", said, re.MULTILINE)) == 2
+    assert len(re.findall("^error: ", said, re.MULTILINE)) == 3
     assert "there is no such folder. Name a checkpoint or a log folder" in said
 
 

@@ -28,7 +28,7 @@ from hvd_trainer.horovod_build import wheel
 from hvd_trainer.horovod_build.errors import InstallError
 from hvd_trainer.jobs.options import MnistOptions
 from hvd_trainer.measure.figures import are_figures
-from hvd_trainer.measure.start import locked_folder
+from hvd_trainer.measure.tool_folder import MARKER, locked_folder, make_inner
 from hvd_trainer.measure.trials import RunRecord, read_runs
 from hvd_trainer.observe.run_log import MAX_LINE_BYTES, _drop_later
 from hvd_trainer.utils.serialization import flatten, to_json
@@ -382,16 +382,17 @@ def test_results_folder_with_links_is_refused(tmp_path: Path) -> None:
     mine, out = tmp_path / "mine", tmp_path / "out"
     mine.write_text("precious")
     out.mkdir()
-    (out / ".lock").symlink_to(mine)
-    with pytest.raises(OptionError, match=r"--out .*\.lock is a link"), locked_folder(out):
+    (out / MARKER).symlink_to(mine)
+    with pytest.raises(OptionError, match=rf"--out .*{MARKER} is a link"), locked_folder(out, "compare"):
         pass
-    (out / ".lock").unlink()
-    (out / "failed").mkdir()
+    (out / MARKER).unlink()
+    with locked_folder(out, "compare"):
+        make_inner(out / "failed")
     (out / "failed/1.txt").symlink_to(mine)
-    with pytest.raises(OptionError, match=r"--out .*1\.txt is a link"), locked_folder(out):
+    with pytest.raises(OptionError, match=r"--out .*1\.txt is a link"), locked_folder(out, "compare"):
         pass
     (out / "failed").rename(out / "running")  # as a killed run may have left it
-    with locked_folder(out):
+    with locked_folder(out, "compare"):
         assert not (out / "running").exists()
     assert mine.read_text() == "precious"
 

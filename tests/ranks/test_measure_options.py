@@ -132,21 +132,11 @@ def test_a_slow_phase_is_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ENGINES)
 def test_without_the_exchange_ranks_train_apart(tmp_path: Path, backend: str) -> None:
     words = (*DIGITS, "--epochs", "1", "--log-dir", str(tmp_path / "own"))
-    measured(tmp_path, words, backend=backend, leave_out=("exchange",))
+    measured(tmp_path, words, backend=backend, exchange=False)
     first, second = (steps_of(tmp_path, rank) for rank in range(2))
     assert str(first["weights"]) != str(second["weights"])
     kept = {path.name for path in (tmp_path / "own").iterdir()}
     assert not kept & {"model.safetensors", "checkpoints"}
-
-
-def test_without_data_one_batch_is_repeated(tmp_path: Path) -> None:
-    """The loss falls from step to step, however random the model is, over as many steps as usual."""
-    options = ("--epochs", "2", "--optimizer", "sgd", "--lr", "0.05", "--model", "mlp", "--momentum", "0")
-    measured(tmp_path, (*DIGITS, *options), ranks=1, leave_out=("data",))
-    losses = steps_of(tmp_path, 0)["loss"]
-    assert len(losses) == 24
-    for epoch in range(2):
-        assert (np.diff(losses[12 * epoch : 12 * (epoch + 1)]) < 0).all()
 
 
 def test_a_message_changes_steps_engine_and_options(tmp_path: Path) -> None:
@@ -160,19 +150,11 @@ def test_a_message_changes_steps_engine_and_options(tmp_path: Path) -> None:
     assert len(steps_of(tmp_path, 0)["step"]) == 3
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (("--reproducible", "2"), {"leave_out": ("exchange",)}),
-        (("--shard", "full"), {"leave_out": ("exchange",)}),
-    ],
-)
-def test_options_that_a_measurement_cannot_have_are_refused(
-    option: tuple[str, ...], message: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("option", [("--reproducible", "2"), ("--shard", "full")])
+def test_options_that_need_the_exchange_are_refused(option: tuple[str, ...]) -> None:
     options = parse(TrainerOptions, option)
     with pytest.raises(OptionError, match=option[0]):
-        obey(Message(log_dir="", **message), options)
+        obey(Message(log_dir="", exchange=False), options)
 
 
 def test_all_trainings_of_a_process_are_recorded(tmp_path: Path) -> None:

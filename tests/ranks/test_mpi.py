@@ -80,10 +80,10 @@ def test_lost_rank_ends_the_job(on_mpi: dict[str, str], fault: str, said: str) -
 @pytest.mark.long
 def test_compare_starts_it_by_mpirun(on_mpi: dict[str, str], tmp_path: Path) -> None:
     words = ["--backend", "horovod", "--vary", "transport=auto,mpi", "--np", "2", "--rounds", "1", "--steps", "5"]
-    compare = ["-m", "hvd_trainer", "compare", *words, "--out", str(tmp_path), "--", *argv(None)]
+    compare = ["-m", "hvd_trainer", "compare", *words, "--out", str(tmp_path / "out"), "--", *argv(None)]
     # Also for root, whom Open MPI refuses unless it is told.
     launch("python", 1, compare, env={"PYTHONPATH": on_mpi["PYTHONPATH"]})
-    assert [run.state for run in read_runs(tmp_path)] == ["done", "done"]
+    assert [run.state for run in read_runs(tmp_path / "out")] == ["done", "done"]
 
 
 @pytest.mark.parametrize(

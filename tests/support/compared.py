@@ -8,6 +8,7 @@ from typing import Any
 
 from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.trials import RunRecord
+from hvd_trainer.tools.compare.choice import write_settings
 from hvd_trainer.tools.compare.options import CompareOptions
 from hvd_trainer.tools.compare.plan import Axis, CompareTrial, plan, read_axes
 from hvd_trainer.tools.compare.report import conclude
@@ -43,10 +44,9 @@ def trials_of(
     backends: str = "ddp",
     job: Sequence[str] = JOB,
     baselines: Sequence[str] = (),
-    threads: int = 1,
     **values: str,
 ) -> list[CompareTrial]:
-    options = CompareOptions(np=ranks, backend=backends, baseline=tuple(baselines), threads=threads)
+    options = CompareOptions(np=ranks, backend=backends, baseline=tuple(baselines), threads=1)
     return plan((*job, *arguments), varied(**values), options, {})
 
 
@@ -77,13 +77,15 @@ def unseen(trial: CompareTrial) -> RunRecord:
     return RunRecord(trial.identity, 1, "done", 9.0, figures={"work": {"steps": 235}, "step_s": 0.512})
 
 
-def compared(trials: Sequence[CompareTrial], runs: Sequence[RunRecord], **values: str) -> Comparison:
+def compared(
+    trials: Sequence[CompareTrial], runs: Sequence[RunRecord], *, least: float = 0.0, **values: str
+) -> Comparison:
     given = {"job": JOB, "machine": {"cores": 2}, "options": ["--rounds", "2"], "varied": varied(**values)}
-    return Comparison.of(trials, runs, **given, ran=RAN)
+    return Comparison.of(trials, runs, **given, ran=RAN, least=least)
 
 
 def publish(comparison: Comparison, folder: Path) -> None:
     """Print the report of a comparison, and write its files."""
     report = conclude(comparison)
     report.show()
-    report.write(folder, "comparison")
+    report.write(folder, "comparison", write_settings(comparison, folder))

@@ -2,7 +2,7 @@
 
 python -m hvd_trainer compare --np 1,2,4 -- -m hvd_trainer.mnist --epochs 1
 python -m hvd_trainer compare --backend ddp --vary chunks=1,2,4 --vary stages=1,2 --steps 20 -- -m hvd_trainer.imdb
-python -m hvd_trainer compare --search --np 2 -- -m hvd_trainer.mnist
+python -m hvd_trainer compare --np 2 --vary threads=1,2 --vary bucket-mb=1,25 -- -m hvd_trainer.mnist
 
 Each trial is started as a job of its own by its engine's own launcher, in rounds: A B, then B A. A run that has
 ended is written down at once, so that the same command continues where a stopped one was.
@@ -16,24 +16,21 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvd_trainer.measure.command import read_backends, read_command
+from hvd_trainer.measure.command import read_command
 from hvd_trainer.measure.equal_work import refuse_unequal
 from hvd_trainer.measure.figures import are_figures
 from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.measure.machine import Ran, busy_warning, conditions, describe_machine
 from hvd_trainer.measure.measured import describe_speed
-from hvd_trainer.measure.stale import digest_of_files
-from hvd_trainer.measure.start import locked_folder
+from hvd_trainer.measure.tool_folder import locked_folder
 from hvd_trainer.measure.trials import RunRecord, TrialRunner, read_runs
-from hvd_trainer.tools.compare import report, search_report
-from hvd_trainer.tools.compare.options import CompareOptions, check_together, read_ranks
+from hvd_trainer.tools.compare import report
+from hvd_trainer.tools.compare.choice import write_settings
+from hvd_trainer.tools.compare.options import CompareOptions, check_together
 from hvd_trainer.tools.compare.plan import CompareTrial, plan, read_axes
 from hvd_trainer.tools.compare.result import Comparison
-from hvd_trainer.tools.compare.search import SearchResult
-from hvd_trainer.tools.compare.search_job import SearchJob, SettingsRunner
 from hvd_trainer.utils.text import COMMAND, plural
 
-INTERRUPTED = "interrupted: the same command continues from here"
 MAX_NAMED = 6
 """Trials that are named before they are run."""
 
@@ -52,58 +49,25 @@ def main(argv: Sequence[str]) -> int:
     check_together(options)
     check_installed()
     typed = ["--np" if word == "-np" else word for word in argv[: argv.index("--")]]
-    return _search(options, job, ran) if options.search else _compare(options, job, ran, typed)
-
-
-def _compare(options: CompareOptions, job: tuple[str, ...], ran: Ran, typed: Sequence[str]) -> int:
-    """Run all trials, show the results, and return the exit code."""
     axes, machine = read_axes(options.vary), describe_machine()
     trials = plan(job, axes, options, conditions(machine))
     interrupted = False
-    with locked_folder(options.out) as folder:
+    with locked_folder(options.out, "compare") as folder:
         try:
             measure(trials, folder, options)
         except KeyboardInterrupt:
             interrupted = True
-            print(INTERRUPTED, file=sys.stderr)
+            print("interrupted: the same command continues from here", file=sys.stderr)
         runs = read_runs(folder, are_figures)
         known = {"job": job, "machine": machine, "varied": axes, "options": typed, "ran": ran}
-        comparison = Comparison.of(trials, runs, **known)
+        comparison = Comparison.of(trials, runs, **known, least=options.least)
         if axes or any(result.state != "not run" for result in comparison.results):
             made = report.conclude(comparison)
             made.show()
-            made.write(folder, "comparison")
+            made.write(folder, "comparison", write_settings(comparison, folder))
         else:
             print("No run has come to its end: there is nothing to show.", file=sys.stderr)
     return 130 if interrupted else int(not all(result.is_complete for result in comparison.results))
-
-
-def _search(options: CompareOptions, job: tuple[str, ...], ran: Ran) -> int:
-    """Search the fastest settings on each engine, show them, and return the exit code."""
-    (ranks,), machine = read_ranks(options.np or "2", only_one=True), describe_machine()
-    backends = read_backends(options.backend, ("horovod", "ddp"))
-    # A file that the job itself writes, or that is edited meanwhile, makes no other trial within a search.
-    known = {**conditions(machine), "files": digest_of_files(job)}
-    search_job, results = SearchJob(job, ranks), dict[str, SearchResult]()
-    with locked_folder(options.out) as folder:
-        runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=are_figures)
-        if text := busy_warning():
-            runner.warn(text)
-        try:
-            for backend in backends:
-                search = SettingsRunner(backend, search_job, runner, known, options)
-                results[backend] = search.search()
-                search_job = search.job  # more is known of it now
-        except KeyboardInterrupt:
-            print(INTERRUPTED, file=sys.stderr)
-            return 130
-        recorded = (text for run in runner.last.values() for text in run.warnings)
-        warnings = list(dict.fromkeys([*recorded, *runner.warnings]))
-        files = search_report.write_settings(results, search_job, folder, machine, ran.command)
-        made = search_report.conclude(results, search_job, folder, machine=machine, warnings=warnings, ran=ran)
-        made.show()
-        made.write(folder, "search", files)
-    return 0
 
 
 def measure(trials: Sequence[CompareTrial], folder: Path, options: CompareOptions) -> None:

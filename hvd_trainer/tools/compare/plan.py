@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from hvd_trainer.errors import OptionError
-from hvd_trainer.measure.command import LAUNCHER_OF, read_backends, with_options
+from hvd_trainer.measure.command import LAUNCHER_OF, option_of, option_values, read_backends, with_options
 from hvd_trainer.measure.machine import threads_per_rank
-from hvd_trainer.measure.measured import MeasuredTrial
+from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial
 from hvd_trainer.tools.compare.options import CompareOptions, read_ranks
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.text import plural
@@ -21,6 +23,10 @@ ENTRIES, RANKS = "engine", "ranks"
 """The axes that every comparison has."""
 OWN_OPTION = {"ranks": "--np 1,2,4", "np": "--np 1,2,4", "backend": "--backend horovod,ddp"}
 """Axes that have options of their own."""
+RUN_OPTIONS = {"bucket_mb", "fusion_threshold_mb", "cycle_time_ms"}
+"""Axes that are options of `run`, which lies beneath a script, where the job's command has no such option."""
+TRAINER_OPTIONS = {"bucket_mb", "threads"}
+"""Axes beneath a script that a job on the Trainer has as options of its own, perhaps in its --config."""
 
 
 class Axis(NamedTuple):
@@ -59,6 +65,11 @@ class CompareTrial(MeasuredTrial):
     """`stages 2, chunks 4`: the values of all options that vary"""
     values: Mapping[str, str]
     """its place on each axis"""
+
+    is_first: bool
+    """whether each option that varies has its first value"""
+    settings: Sequence[tuple[str, str]]
+    """the options that vary, as they are typed, with their values"""
 
     @property
     def series(self) -> str:
@@ -102,7 +113,7 @@ def plan(
     Raises:
         OptionError: an option is not what it should be.
     """
-    numbers = read_ranks(options.np or "1,2")
+    numbers = read_ranks(options.np)
     entries = read_entries(options.backend, options.baseline, max_ranks=max(numbers))
     threads = options.threads or threads_per_rank(max(numbers))
     steps = None if options.steps is None else options.warmup_steps + options.steps
@@ -112,15 +123,23 @@ def plan(
         if entry.engine == ("data-parallel" if ranks == 1 else "single"):
             continue
         variant = ", ".join(f"{axis.label} {value}" for axis, value in pairs if axis.varies)
+        beneath = {axis.name: value for axis, value in pairs if is_beneath(axis.typed, job)}
+        settings = [(axis.typed, value) for axis, value in pairs]
+        own = [(axis.typed, value) for axis, value in pairs if axis.name not in beneath]
+        run = [(f"--{name.replace('_', '-')}", beneath[name]) for name in beneath if name in RUN_OPTIONS]
         trials.append(
             CompareTrial(
                 entry=entry.name,
                 variant=variant,
                 values={ENTRIES: entry.name, RANKS: str(ranks)} | {axis.name: value for axis, value in pairs},
-                job=entry.script or with_options(job, [(axis.typed, value) for axis, value in pairs]),
+                is_first=all(value == axis.values[0] for axis, value in pairs),
+                settings=settings,
+                job=entry.script or with_options(job, own),
                 engine=entry.engine,
                 ranks=ranks,
-                threads=threads,
+                threads=_number(beneath["threads"]) if "threads" in beneath else threads,
+                run_options=(*SAME_NUMBERS, *itertools.chain(*run)),
+                options={name: yaml.safe_load(beneath[name]) for name in TRAINER_OPTIONS & {*beneath}},
                 steps=steps,
                 warmup_steps=options.warmup_steps,
                 native=entry.script is not None,
@@ -133,6 +152,18 @@ def plan(
             f"--np {options.np} with --backend {options.backend}: a single process has one rank. Type: --np 1"
         )
     return trials
+
+
+def is_beneath(option: str, job: Sequence[str]) -> bool:
+    """Return whether an option that varies is no word of the job's command: CPU threads, and options of `run`."""
+    name = option.lstrip("-").replace("-", "_")
+    return name in {"threads", *RUN_OPTIONS} and not option_values(job, option_of(option))
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise OptionError(f"--vary threads={text}: type numbers of CPU threads, such as --vary threads=1,2")
+    return int(text)
 
 
 def read_entries(backends: str, baselines: Sequence[str], *, max_ranks: int) -> list[Entry]:

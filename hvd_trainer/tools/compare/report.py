@@ -12,8 +12,9 @@ from hvd_trainer.measure.formats import milliseconds, number, percent
 from hvd_trainer.measure.machine import as_text
 from hvd_trainer.measure.report import Report, Table, Verdict
 from hvd_trainer.measure.stats import METHOD
+from hvd_trainer.tools.compare.choice import choose, line_to_type
 from hvd_trainer.tools.compare.plots import draw_heat_map, draw_speed
-from hvd_trainer.tools.compare.result import Comparison, Result
+from hvd_trainer.tools.compare.result import Comparison, Pair, Result
 from hvd_trainer.utils.text import COMMAND, plural
 
 MAX_NAMED = 3
@@ -61,12 +62,14 @@ TABLES: dict[str, Sequence[tuple[str, str, Callable[[Any], str]]]] = {
 def conclude(comparison: Comparison) -> Report:
     """Return all that a comparison has to say."""
     few = any(pair.speed.low is None for pair in comparison.pairs) or bool(comparison.apart)
+    engines = [pair.verdict() for pair in comparison.pairs if not pair.is_of_values]
+    values = [fastest(pairs) for pairs in comparison.of_values]
     failed = failures(comparison)
     partly = [result for result in comparison.results if result.state == "done" and result.note]
     warned = dict.fromkeys(text for run in comparison.runs for text in run.warnings)
     return Report(
         ran=comparison.ran,
-        verdicts=[*failed, *(pair.verdict() for pair in comparison.pairs)] or [without_pair(comparison)],
+        verdicts=[*failed, *values, *engines] or [without_pair(comparison)],
         warnings=[*warned, *_reasons(partly), *comparison.apart],
         tables=tables(comparison),
         pictures=[*draw_heat_map(comparison), *draw_speed(comparison.results)],
@@ -74,9 +77,22 @@ def conclude(comparison: Comparison) -> Report:
         advice=[
             *([command_of(comparison, "--retry-failed", "true")] if failed else []),
             *([more_rounds(comparison)] if few else []),
+            *map(line_to_type, choose(comparison)),
         ],
         data=data_of(comparison),
     )
+
+
+def fastest(pairs: Sequence[Pair]) -> Verdict:
+    """Return the verdict on an engine's values: the fastest of those that are clearly faster, or else of all.
+
+    Args:
+        pairs: with the first values, the fastest first.
+    """
+    clear = [pair for pair in pairs if pair.speed.matters]
+    faster = [pair for pair in clear if pair.speed.value > 1]
+    counts = f"{len(faster)} faster and {len(clear) - len(faster)} slower than the first, of {len(pairs)}."
+    return (faster or pairs)[0].verdict(*([counts] if len(pairs) > 1 else []))
 
 
 def without_pair(comparison: Comparison) -> Verdict:
@@ -131,7 +147,21 @@ def tables(comparison: Comparison) -> list[Table]:
                 rows.append([trial.entry, str(trial.ranks), *(trial.values[axis.name] for axis in axes), *cells])
         titles = ["", "ranks", *(axis.label for axis in axes), *(column[0] for column in columns)]
         made.append(Table(title, titles, rows).compact())
-    return [table for table in made if len(table.columns) > 2 + len(axes)]
+    return [*values_table(comparison), *(table for table in made if len(table.columns) > 2 + len(axes))]
+
+
+def values_table(comparison: Comparison) -> list[Table]:
+    """Return the table of all values beside the first ones, the fastest first."""
+    axes, rows = [axis for axis in comparison.varied if axis.varies], []
+    for pair in (pair for pairs in comparison.of_values for pair in pairs):
+        trial, speed = pair.one.trial, pair.speed
+        said = ("faster" if speed.value > 1 else "slower") if speed.matters else "no difference"
+        bounds = "too few rounds" if speed.low is None else speed.interval
+        values = (trial.values[axis.name] for axis in axes)
+        rows.append((trial.entry, str(trial.ranks), *values, f"{speed.value:.3f}", bounds, said))
+    titles = ["", "ranks", *(axis.label for axis in axes), "times", "", ""]
+    words = (0, len(titles) - 2, len(titles) - 1)
+    return [Table("Speed beside the first values", titles, rows, words)] if rows else []
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -190,9 +220,8 @@ def data_of(comparison: Comparison) -> dict[str, Any]:
     pairs = [
         {
             "ranks": pair.one.trial.ranks,
-            "values": {axis.name: pair.one.trial.values[axis.name] for axis in comparison.varied},
-            "one": pair.one.trial.entry,
-            "other": pair.other.trial.entry,
+            "one": pair.one.trial.values,
+            "other": pair.other.trial.values,
             **asdict(pair.speed),
         }
         for pair in comparison.pairs

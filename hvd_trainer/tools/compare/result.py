@@ -9,6 +9,7 @@ from itertools import combinations
 from typing import Any, Literal
 
 from hvd_trainer.measure.figures import RANKS_DIFFER
+from hvd_trainer.measure.formats import percent
 from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.report import Verdict
 from hvd_trainer.measure.results import FIRST, TrialResult
@@ -39,34 +40,57 @@ Result = TrialResult[CompareTrial]
 
 @dataclass(frozen=True)
 class Pair:
-    """Two entries with the same variant on as many ranks: the speed of one as a multiple of the other's."""
+    """Two trials on as many ranks: engines with the same values of options, or an engine with other values.
+
+    In that case `other` has the first value of each.
+    """
 
     one: Result
     other: Result
     speed: Ratio
+    """of one, as a multiple of the other's"""
 
-    def verdict(self) -> Verdict:
-        """Say which one is faster, and why."""
-        one, other, speed = self.one.trial.entry, self.other.trial.entry, self.speed
+    @property
+    def is_of_values(self) -> bool:
+        """Whether the two are one engine with different values of the options that vary."""
+        return self.one.trial.variant != self.other.trial.variant
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """How the two are called in a sentence."""
+        one, other = self.one.trial, self.other.trial
+        if self.is_of_values:
+            return f"{one.entry} with {one.variant}", f"{other.entry} with {other.variant}"
+        return one.entry, other.entry
+
+    def verdict(self, *details: str) -> Verdict:
+        """Say which one is faster, and why.
+
+        Args:
+            details: further sentences.
+        """
+        (one, other), speed, trial = self.names, self.speed, self.one.trial
         if speed.is_clear and speed.value < 1:
             one, other, speed = other, one, speed.inverse
         rounds, interval = plural(speed.rounds, "round"), speed.interval
+        times = f"{speed.value:.2f} times"
         if speed.low is None:
-            said = (
-                f"{one} has {speed.value:.2f} times the speed of {other} in {rounds}, which is too few to tell a "
-            )
+            said = f"{one} has {times} the speed of {other} in {rounds}, which is too few to tell a "
             said += "difference from noise."
-        elif speed.is_clear:
-            said = f"{one} is {speed.value:.2f} times as fast as {other} (mean of {rounds}, {interval})."
+        elif speed.matters:
+            said = f"{one} is {times} as fast as {other} (mean of {rounds}, {interval})."
+        elif speed.is_negligible or speed.is_clear:
+            said = f"no difference that matters {'is' if speed.is_negligible else 'is shown'} between {one} and "
+            said += f"{other}: {speed.value:.3f} times, where {percent(speed.least)} counts (mean of {rounds}, "
+            said += f"{interval})."
         else:
-            said = f"no difference between {one} and {other} is visible at this noise: {speed.value:.2f} times "
+            said = f"no difference between {one} and {other} is visible at this noise: {times} "
             said += f"(mean of {rounds}, {interval})."
-        trial = self.one.trial
-        where = f"On {plural(trial.ranks, 'rank')}{f' with {trial.variant},' if trial.variant else ''}"
+        with_values = f" with {trial.variant}," if trial.variant and not self.is_of_values else ""
         return Verdict(
-            f"{where} {said}",
-            "sure" if speed.is_clear else "unsure",
-            [text for text in (self.why(), self.same_model()) if text],
+            f"On {plural(trial.ranks, 'rank')}{with_values} {said}",
+            "sure" if speed.matters or speed.is_negligible else "unsure",
+            [text for text in (self.why(), self.same_model(), *details) if text],
             badge=speed.badge,
             ratio=speed,
             sides=(f"{other} is faster", f"{one} is faster"),
@@ -74,7 +98,7 @@ class Pair:
 
     def why(self) -> str | None:
         """Say which parts of a step make the difference; None where there is none, or no part was measured."""
-        if not self.speed.is_clear:
+        if not self.speed.matters:
             return None
         slow, fast = (self.other, self.one) if self.speed.value > 1 else (self.one, self.other)
         parts = {name: (slow.median(name), fast.median(name)) for name in PART_TEXTS}
@@ -84,7 +108,8 @@ class Pair:
             return None
         named = sorted((n for n in more if abs(more[n]) >= MIN_SHARE * total), key=more.__getitem__, reverse=True)
         parts_text = ", ".join(f"{PART_TEXTS[name]} {1000 * more[name]:+.2f} ms" for name in named)
-        return f"A step of {slow.trial.entry} takes {1000 * total:.2f} ms longer: {parts_text}."
+        name = self.names[1] if slow is self.other else self.names[0]
+        return f"A step of {name} takes {1000 * total:.2f} ms longer: {parts_text}."
 
     def same_model(self) -> str | None:
         """Say whether both have trained the same weights; None where they were not kept."""
@@ -112,6 +137,8 @@ class Comparison:
     results: Sequence[Result]
     options: Sequence[str] = ()
     """of the command, as they were typed"""
+    least: float = 0.0
+    """the smallest difference in speed that matters, as a fraction"""
 
     @classmethod
     def of(cls, trials: Sequence[CompareTrial], runs: Sequence[RunRecord], **known: Any) -> Comparison:
@@ -172,25 +199,40 @@ class Comparison:
 
     @cached_property
     def neighbours(self) -> list[tuple[Result, Result, list[tuple[float, float]]]]:
-        """The engines among each other, and each other script beside the engine that it uses; both have runs.
+        """What is compared on as many ranks, where both have runs.
 
-        With the speeds of each round that both ran in turn.
+        These are the engines among each other, each other script beside the engine that it uses, and each engine
+        with other values of options beside itself with the first ones. With the speeds of each round that both ran
+        in turn.
         """
         pairs = []
         for one, other in combinations(self.results, 2):
             first, second = one.trial, other.trial
-            comparable = not (first.native or second.native) or first.engine == second.engine
-            same_place = (first.ranks, first.variant) == (second.ranks, second.variant)
-            if comparable and same_place and one.runs and other.runs:
+            if first.ranks != second.ranks or not (one.runs and other.runs):
+                continue
+            is_script = first.native or second.native
+            if first.variant == second.variant and (not is_script or first.engine == second.engine):
                 pairs.append((one, other, one.speeds_in_turn(other)))
+            elif first.is_first and first.entry == second.entry:
+                pairs.append((other, one, other.speeds_in_turn(one)))
         return pairs
 
     @cached_property
     def pairs(self) -> list[Pair]:
         """The neighbours that have run in turn, with the ratio of their speeds, corrected for their number."""
         known = [(one, other, speeds) for one, other, speeds in self.neighbours if speeds]
-        compared = ratios([([a for a, _ in speeds], [b for _, b in speeds]) for _, _, speeds in known])
+        series = [([a for a, _ in speeds], [b for _, b in speeds]) for _, _, speeds in known]
+        compared = ratios(series, least=self.least)
         return [Pair(one, other, speed) for (one, other, _), speed in zip(known, compared, strict=True)]
+
+    @property
+    def of_values(self) -> list[list[Pair]]:
+        """The pairs of each engine on each number of ranks with its values of options, the fastest first."""
+        groups: dict[tuple[str, int], list[Pair]] = {}
+        for pair in self.pairs:
+            if pair.is_of_values:
+                groups.setdefault((pair.one.trial.entry, pair.one.trial.ranks), []).append(pair)
+        return [sorted(pairs, key=lambda pair: -pair.speed.value) for pairs in groups.values()]
 
     @property
     def apart(self) -> list[str]:

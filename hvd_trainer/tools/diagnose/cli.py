@@ -27,15 +27,12 @@ from hvd_trainer.measure.command import read_command
 from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.measure.machine import Ran, busy_warning
 from hvd_trainer.measure.measured import MeasuredTrial
-from hvd_trainer.measure.start import locked_folder
+from hvd_trainer.measure.tool_folder import locked_folder
 from hvd_trainer.tools.diagnose.evidence import NORMAL
 from hvd_trainer.tools.diagnose.flame_graph import speedscope
 from hvd_trainer.tools.diagnose.report import Diagnosis, conclude
 from hvd_trainer.tools.diagnose.trials import WARMUP_STEPS, Trials
 from hvd_trainer.utils.text import COMMAND, plural
-
-RUNS_FOLDER = "diagnose-runs"
-"""The folder below --out in which the runs are made."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,7 @@ def main(argv: Sequence[str]) -> int:
     ran = Ran.now(f"{COMMAND} diagnose", argv)
     options, job = read_command("diagnose", Options, argv)
     check_installed()
-    # Its own: in --out another tool may keep runs that it continues from.
-    with locked_folder(options.out), locked_folder(options.out / RUNS_FOLDER) as folder:
+    with locked_folder(options.out, "diagnose") as folder:
         normal = MeasuredTrial(
             label=NORMAL,
             job=job,
@@ -107,9 +103,9 @@ def main(argv: Sequence[str]) -> int:
                 code = 0
         report = conclude(diagnosis)
         report.show()
-        stacks = folder.parent / "stacks.speedscope.json"
+        stacks = folder / "stacks.speedscope.json"
         stacks.write_text(json.dumps(speedscope(diagnosis.evidence.profiles, ran.command)))
-        report.write(folder.parent, "diagnosis", [stacks])
+        report.write(folder, "diagnosis", [stacks])
     return code
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.jobs.all_reduce import all_reduce_trial
 from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial
 from hvd_trainer.measure.stats import MIN_ROUNDS, ratio
+from hvd_trainer.measure.tool_folder import remove_inner
 from hvd_trainer.measure.trials import RunRecord, Trial, TrialRunner, in_rounds
 from hvd_trainer.tools.diagnose.actions import Action
 from hvd_trainer.tools.diagnose.causes import MIN_SHARE, OF_THE_MACHINE, find_causes, quiet_s
@@ -159,7 +159,7 @@ class Trials:
         return run
 
     def _run(self, trial: Trial, limit_s: float | None = None) -> RunRecord:
-        shutil.rmtree(self._kept, ignore_errors=True)
+        remove_inner(self._kept)
         number = len(self.runner.last) + 1  # each run is a new one
         return self.runner.run(trial, number, keep=self._kept, limit_s=limit_s)
 
@@ -201,7 +201,7 @@ def plan_variants(evidence: Evidence, normal: MeasuredTrial) -> list[MeasuredTri
     variants = []
     waits = max(sum(table[role].own for role in WAITING) for table in evidence.tables)
     if waits >= MIN_SHARE * quiet:
-        variants.append(replace(normal, label=NO_EXCHANGE, leave_out=("exchange",)))
+        variants.append(replace(normal, label=NO_EXCHANGE, exchange=False))
     if evidence.is_trainer_job:
         # Alone, a rank gets no more than its share of the cores: else its own threads would slow it down, too.
         share = max(1, evidence.cores // ranks)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.measure.start import locked_folder
+from hvd_trainer.measure.tool_folder import locked_folder, make_inner, remove_inner
 from hvd_trainer.tools.migrate.migration import Migrated
 
 AT_START = ("optimizer", "parameters")
@@ -33,13 +32,14 @@ def prove(
         Parity's exit code: 0 the same, 1 different, 2 a run has failed.
 
     Raises:
-        OptionError: `out` is in use.
+        OptionError: `out` is in use, or not this tool's.
     """
     engine = "ddp" if PathFinder.find_spec("horovod") is None else "horovod"
-    with locked_folder(out.expanduser().resolve() / "migrate-run") as folder:
+    with locked_folder(out, "migrate") as folder:
         copy = _copied(script, migrated, folder)
-        words = ["-np", str(ranks), "--steps", str(steps), "--out", str(folder), "--new", str(copy / script.name)]
-        code, finding = _parity([*words, "--backend", f"{engine},ddp"], [str(script), *job], folder)
+        own = folder / "parity"
+        words = ["-np", str(ranks), "--steps", str(steps), "--out", str(own), "--new", str(copy / script.name)]
+        code, finding = _parity([*words, "--backend", f"{engine},ddp"], [str(script), *job], own)
         if finding is None:
             return code
         # What is allowed to gradients in fp16 may hide at the start that a step has moved the weights.
@@ -51,7 +51,7 @@ def prove(
         if trap:
             print("Without that trap of Horovod:", flush=True)
             trained = [*words, "--backend", "ddp,ddp", "--no-exactly-horovod"]
-            _, rest = _parity(trained, [str(script), *job], folder)
+            _, rest = _parity(trained, [str(script), *job], own)
             if rest is not None:
                 print("Behind that:", *_lines(migrated, rest["quantity"]), sep="\n", flush=True)
         return code
@@ -64,25 +64,40 @@ def _lines(migrated: Sequence[Migrated], quantity: str) -> list[str]:
 
 def _copied(script: Path, migrated: Sequence[Migrated], folder: Path) -> Path:
     """Copy the Python files of the script's folder, migrated, link to the rest of it, and return the copy."""
-    source = script.parent.resolve()
     copy = folder / "new"
-    shutil.rmtree(copy, ignore_errors=True)
+    remove_inner(copy)
     texts = {file.path.resolve(): file.after.encode() for file in migrated}
-    for path in sorted(source.rglob("*.py")):
-        inner = path.relative_to(source)
-        is_ours = not any(part.startswith((".", "venv", "runs")) for part in inner.parts)
-        if is_ours and not path.is_relative_to(folder):
-            (copy / inner).parent.mkdir(parents=True, exist_ok=True)
-            (copy / inner).write_bytes(texts.get(path) or path.read_bytes())
-    for beside in source.iterdir():  # such as the data and settings of the script
-        is_hidden = beside.name.startswith(".")
-        if not is_hidden and not (copy / beside.name).exists() and not folder.is_relative_to(beside):
-            (copy / beside.name).symlink_to(beside)
+    _mirror(script.parent.resolve(), make_inner(copy), folder, texts)
     return copy
 
 
+def _mirror(source: Path, target: Path, out: Path, texts: Mapping[Path, bytes]) -> None:
+    """Make a folder like `source`: Python files are copied, and all else, such as data and settings, is a link.
+
+    Args:
+        out: the tool's folder, which is left out.
+        texts: of the files that are migrated.
+    """
+    target.mkdir(exist_ok=True)
+    for path in source.iterdir():
+        inner = target / path.name
+        if path.is_dir() and not path.is_symlink() and (out.is_relative_to(path) or _has_code(path)):
+            if path != out:
+                _mirror(path, inner, out, texts)
+        elif path.suffix == ".py":
+            inner.write_bytes(texts.get(path) or path.read_bytes())
+        else:
+            inner.symlink_to(path)
+
+
+def _has_code(folder: Path) -> bool:
+    """Return whether a folder has Python files of its user's, in it or below, which import one another."""
+    is_of_a_program = folder.name.startswith((".", "venv", "runs"))
+    return not is_of_a_program and next(folder.rglob("*.py"), None) is not None
+
+
 def _parity(words: Sequence[str], job: Sequence[str], folder: Path) -> tuple[int, dict[str, Any] | None]:
-    """Return parity's exit code, and what differs first."""
+    """Return parity's exit code, and what differs first; its folder is `folder`."""
     report = folder / "parity.json"
     report.unlink(missing_ok=True)
     code = subprocess.run([sys.executable, "-m", "hvd_trainer", "parity", *words, "--", *job]).returncode

@@ -11,19 +11,15 @@ from itertools import combinations
 from pathlib import Path
 
 from hvd_trainer.config.checks import Count, NonNegative, Positive
-from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import read_command
 from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.measure.machine import Ran, threads_per_rank
-from hvd_trainer.measure.start import locked_folder
+from hvd_trainer.measure.tool_folder import locked_folder
 from hvd_trainer.measure.trials import TrialRunner
 from hvd_trainer.tools.parity.comparison import Pair
 from hvd_trainer.tools.parity.report import conclude
 from hvd_trainer.tools.parity.traced_runs import Side, parse_engines, trace_all, versions
 from hvd_trainer.utils.text import COMMAND
-
-RUNS_FOLDER = "parity-runs"
-"""The folder in --out in which runs are made and removed: of what else is in --out nothing is touched."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,7 @@ class ParityOptions:
     threads: Count | None = None
     """CPU threads of each rank; None: this machine's cores by the number of ranks"""
     out: Path = Path("runs/parity")
-    """folder for parity.html, .md and .json, and for the traces in its folder parity-runs"""
+    """folder for parity.html, .md and .json, and for the traces"""
     timeout_s: Positive = 600.0
     """after so many seconds a run is killed"""
 
@@ -70,10 +66,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         sides = versions(options.backend, job, options.new)
     threads, steps = options.threads or threads_per_rank(options.np), options.steps
-    place = options.out.expanduser().resolve() / RUNS_FOLDER
-    if place.is_symlink():
-        raise OptionError(f"--out {options.out}: {place} is a link, behind which runs of others may be. Remove it")
-    with locked_folder(place) as folder:
+    with locked_folder(options.out, "parity") as folder:
         # Nothing is resumed: the job may have been changed since.
         runner = TrialRunner(folder, limit_s=options.timeout_s, resume=False)
         runs = trace_all(sides, options.np, threads, steps, runner, exactly=options.exactly_horovod)
@@ -81,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         pairs = [Pair.compare(one, other, options.tolerance) for one, other in combinations(traces, 2)]
         report = conclude(runs, pairs, folder, runner.warnings, ran)
         report.show()
-        report.write(folder.parent, "parity")
+        report.write(folder, "parity")
     if not all(run.done for run in runs):
         return 2
     return int(not all(pair.same for pair in pairs))

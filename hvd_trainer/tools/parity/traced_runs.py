@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import read_backends
 from hvd_trainer.measure.measured import SAME_NUMBERS, SAME_SUMS, MeasuredTrial
+from hvd_trainer.measure.tool_folder import remove_inner
 from hvd_trainer.measure.trials import JobTrial, RunRecord, TrialRunner
 from hvd_trainer.tools.parity.traces import VERSIONS, Trace, read_trace
 from hvd_trainer.utils.text import plural
@@ -119,7 +119,7 @@ def trace_all(
 ) -> list[TracedRun]:
     """Make each run and print its result; after a failed run the others are made all the same."""
     for name in (*ENGINES, *VERSIONS):
-        shutil.rmtree(runner.folder / name, ignore_errors=True)
+        remove_inner(runner.folder / name)
     for side in sides:  # raises before the first run if a launcher is missing
         side.trial(ranks, threads, steps).start(runner.folder)
     runs: list[TracedRun] = []

@@ -40,14 +40,6 @@ def test_all_commands_have_a_module() -> None:
     assert [name for name, module in cli.MODULES.items() if find_spec(module) is None] == []
 
 
-@pytest.mark.parametrize(("old", "new"), cli.RENAMED.items())
-def test_old_names_answer_with_the_new_one(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([old, "--hosts", "2"]) == 2
-    assert capsys.readouterr().err == (
-        f"error: {old} is now called {new}. Type: python -m hvd_trainer {new} --help\n"
-    )
-
-
 @pytest.mark.parametrize(("name", "guess"), [("comapre", ": did you mean compare?"), ("xyzzy", ".")])
 def test_unknown_command_is_refused(name: str, guess: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([name]) == 2

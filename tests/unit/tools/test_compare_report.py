@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from compared import compared, only, publish, run_of, trials_of, unseen
+import yaml
+from compared import WORK, compared, only, publish, run_of, trials_of, unseen
 from pages import open_page
 
 from hvd_trainer.measure.results import TrialResult
 from hvd_trainer.measure.trials import RunRecord
 from hvd_trainer.tools.compare import report
+from hvd_trainer.tools.compare.choice import write_settings
+from hvd_trainer.tools.compare.plan import CompareTrial
 from hvd_trainer.tools.compare.plots import draw_heat_map, draw_speed, rows_of
 from hvd_trainer.tools.compare.result import Comparison
+from hvd_trainer.utils.text import COMMAND
 
 
 @pytest.fixture
@@ -45,9 +50,126 @@ def test_verdicts_compare_engines_in_each_variant() -> None:
     trials = trials_of(ranks="2", backends="horovod,ddp", batch_size="16,32")
     rates = {"horovod x 2, batch size 16": 150.0, "horovod x 2, batch size 32": 100.0}
     runs = [run_of(t, n, rates.get(t.label, 100.0) + n) for t in trials for n in range(1, 6)]
-    small, large = (pair.verdict().text for pair in compared(trials, runs, batch_size="16,32").pairs)
+    pairs = [pair for pair in compared(trials, runs, batch_size="16,32").pairs if not pair.is_of_values]
+    small, large = (pair.verdict().text for pair in pairs)
     assert small.startswith("On 2 ranks with batch size 16, horovod is 1.4")
     assert large.startswith("On 2 ranks with batch size 32, no difference between horovod and ddp is visible")
+
+
+NOISE = (0.999, 1.0, 1.001, 1.0, 1.0)
+
+
+def runs_of(trials: Sequence[CompareTrial], rates: Mapping[str, float], **figures: Any) -> list[RunRecord]:
+    """Return five runs of each trial, whose speeds are those of `rates` by label, or else 100."""
+    return [
+        run_of(trial, number, rates.get(trial.label, 100.0) * noise, **figures)
+        for number, noise in enumerate(NOISE, 1)
+        for trial in trials
+    ]
+
+
+def test_each_value_is_compared_with_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The most samples per second were named, without ratio and interval."""
+    trials = trials_of(ranks="2", workers="0,1,2", bucket_mb="25,1")
+    rates = {"ddp x 2, workers 2, bucket mb 25": 130.0, "ddp x 2, workers 1, bucket mb 1": 80.0}
+    comparison = compared(trials, runs_of(trials, rates), workers="0,1,2", bucket_mb="25,1")
+    assert len(comparison.pairs) == 5
+    levels = [pair.speed.level for pair in comparison.pairs]
+    assert min(levels) == pytest.approx(1 - 0.05 / 3)
+    assert max(levels) == pytest.approx(1 - 0.05 / 5), "Holm's correction for five pairs, of which two are clear"
+    made = report.conclude(comparison)
+    first = "ddp with workers 0, bucket mb 25"
+    assert made.answer.text.startswith(
+        f"On 2 ranks ddp with workers 2, bucket mb 25 is 1.30 times as fast as {first} (mean of 5 rounds, 9"
+    )
+    assert "1 faster and 1 slower than the first, of 5." in made.answer.details
+    publish(comparison, tmp_path)
+    said = capsys.readouterr().out
+    assert "Speed beside the first values" in said
+    assert re.search(r"ddp +2 +1 +1 +0\.800 +9[89](\.\d+)? % interval 0\.\d+ to 0\.\d+ +slower", said), said
+    assert said.count("no difference") == 3
+
+
+def test_differences_that_do_not_matter_are_no_winners() -> None:
+    """`horovod is 1.00 times as fast as ddp` was said for sure, of 0.3 %."""
+    plan = trials_of(ranks="2", backends="horovod,ddp")
+    runs = runs_of(plan, {"horovod x 2": 100.3})
+    (pair,) = compared(plan, runs).pairs
+    assert pair.verdict().text.startswith("On 2 ranks horovod is 1.00 times as fast as ddp")
+    (pair,) = compared(plan, runs, least=0.01).pairs
+    verdict = pair.verdict()
+    text = "On 2 ranks no difference that matters is between horovod and ddp: 1.003 times, where 1.0% counts (mean"
+    assert verdict.text.startswith(text)
+    assert (verdict.state, verdict.badge) == ("sure", "NO DIFFERENCE THAT MATTERS")
+    (pair,) = compared(plan, runs_of(plan, {"horovod x 2": 102.0}), least=0.01).pairs
+    assert "horovod is 1.02 times as fast as ddp" in pair.verdict().text
+
+
+ON_TRAINER = WORK | {"reads_options": True}
+
+
+def test_the_last_line_starts_the_job_with_the_fastest_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the largest number of ranks, with the engine that was measured; the file has the options of the job's."""
+    (tmp_path / "own.yaml").write_text("lr: 0.1\nbackend: horovod\nworkers: 0\n")
+    job = ("job.py", "--backend", "horovod", "data", "--config", str(tmp_path / "own.yaml"))
+    vary = {"workers": "0,2", "threads": "1,2", "bucket_mb": "25,1"}
+    trials = trials_of(ranks="1,2", backends="horovod,ddp", job=job, **vary)
+    faster = {f"{name}, workers 2, threads 2, bucket mb 1": 150.0 for name in ("ddp x 2", "horovod x 1")}
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "horovod.yaml").write_text("of an earlier command")
+    comparison = compared(trials, runs_of(trials, faster, work=ON_TRAINER), **vary)
+    publish(comparison, out)
+    words = f"job.py --backend ddp data --config {tmp_path}/own.yaml --workers 2 --threads 2 --bucket_mb 1"
+    assert capsys.readouterr().out.splitlines()[-2] == f"Type: torchrun --nproc-per-node 2 {words}"
+    text = (out / "ddp.yaml").read_text()
+    assert list(yaml.safe_load(text).items()) == [
+        *(("lr", 0.1), ("backend", "ddp"), ("workers", 2), ("threads", 2), ("bucket_mb", 1))
+    ]
+    assert text.startswith("# Found by: python -m hvd_trainer compare")
+    assert "# On 2 ranks ddp with workers 2, threads 2, bucket mb 1 is 1.50 times as fast" in text
+    assert not (out / "horovod.yaml").exists(), "it is faster on one rank only"
+
+
+@pytest.mark.parametrize(
+    ("work", "line"),
+    [
+        (
+            {},
+            f"{COMMAND} run --np 2 --backend ddp --threads 2 --fusion-threshold-mb 0 -- train.py --fp16",
+        ),
+        (
+            ON_TRAINER | {"reads_options": False},
+            "TrainerOptions(engine=EngineOptions(backend='ddp', threads=2))  # the job reads no options: write",
+        ),
+    ],
+)
+def test_what_to_type_for_a_job_without_options_of_the_trainer(
+    work: Mapping[str, Any], line: str, tmp_path: Path
+) -> None:
+    """A script has some beneath it, of `run`; of a job that makes its options itself they go into its code."""
+    vary = {"threads": "1,2", "fusion_threshold_mb": "64,0", "fp16": "false,true"}
+    trials = trials_of(ranks="2", job=["train.py"], **vary)
+    last = trials[-1]
+    assert (last.threads, last.job) == (2, ("train.py", "--fp16"))
+    assert last.options == {"threads": 2}, "a file of the job may have another number"
+    assert " ".join(last.run_options).endswith("--exactly-horovod --fusion-threshold-mb 0")
+    work = work or {"on_trainer": False, "steps": 235, "uses_hvd": True, "rates": WORK["rates"]}
+    comparison = compared(trials, runs_of(trials, {last.label: 150.0}, work=work), **vary)
+    (said,) = report.conclude(comparison).advice
+    assert said.startswith(line)
+    assert write_settings(comparison, tmp_path) == []
+
+
+def test_an_option_that_the_script_is_typed_with_is_the_scripts() -> None:
+    job = ["train.py", "--threads", "8", "--bucket_mb=4"]
+    trials = trials_of(ranks="2", job=job, threads="1,2", bucket_mb="4,1")
+    assert [trial.job[1:] for trial in trials] == [
+        ("--threads", t, "--bucket_mb", b) for t in ("1", "2") for b in ("4", "1")
+    ]
+    assert {trial.threads for trial in trials} == {1}
 
 
 def test_script_gets_the_samples_of_the_job(tmp_path: Path) -> None:

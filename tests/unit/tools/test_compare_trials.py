@@ -60,7 +60,7 @@ def test_trial_key_is_that_of_its_words_and_conditions() -> None:
     plain = only(ranks="2", batch_size="128")
     assert plain.key == only("--batch_size", "128", ranks="2").key, "other axes find what was measured"
     assert plain.key != only(ranks="2", precision="bf16").key
-    assert plain.key != only(ranks="2", batch_size="128", threads=2).key
+    assert plain.key != only(ranks="2", batch_size="128", threads="2").key
     assert json.loads(plain.key) == plain.identity
 
 

@@ -580,9 +580,9 @@ def test_the_command_with_try_is_that_which_was_typed(tmp_path: Path, monkeypatc
         return ""
 
     monkeypatch.setattr(Trials, "measure", measure)
-    words = ["--threads", "2", "--backend", "ddp", "--out", str(tmp_path), "--", str(job), "--lr", "1 2"]
+    words = ["--threads", "2", "--backend", "ddp", "--out", str(tmp_path / "out"), "--", str(job), "--lr", "1 2"]
     assert cli.main(words) == 0
-    said = json.loads((tmp_path / "diagnosis.json").read_text())
+    said = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
     assert said["advice"] == [f"python -m hvd_trainer diagnose --try {shlex.join(words)}"]
 
 

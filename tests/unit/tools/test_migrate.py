@@ -14,6 +14,7 @@ from requirements import requires
 from hvd_trainer import cli
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure import formats
+from hvd_trainer.measure.tool_folder import MARKER
 from hvd_trainer.tools.migrate import cli as migrate_cli
 from hvd_trainer.tools.migrate import prove
 from hvd_trainer.tools.migrate.migration import Migrated, migrate
@@ -372,7 +373,7 @@ def test_buffers_are_kept_where_none_can_be_ruled_out(imports: str, made: str, l
 
 def test_what_is_beside_a_script_is_beside_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script may read its settings and data there, and import its modules."""
-    for name in ("conf/config.yaml", "data.txt", "nets/one.py", ".git/HEAD", "runs/old.txt"):
+    for name in ("conf/config.yaml", "data.txt", "nets/one.py", "nets/words.txt", ".git/HEAD", "runs/old.txt"):
         path = tmp_path / "job" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("kept\n")
@@ -380,11 +381,15 @@ def test_what_is_beside_a_script_is_beside_its_result(tmp_path: Path, monkeypatc
     script.write_text(CASES["world"].before)
     monkeypatch.setattr(prove, "_parity", lambda *_: (0, None))
     (migrated,) = migrate({script: script.read_text()})
-    assert prove.prove([migrated], script, [], 2, 1, tmp_path / "job/runs") == 0
+    assert prove.prove([migrated], script, [], 2, 1, tmp_path / "job/runs/migrate") == 0
     (new,) = (tmp_path / "job/runs").rglob("new")
     assert (new / "train.py").read_text() == CASES["world"].after
-    assert sorted(path.name for path in new.iterdir()) == ["conf", "data.txt", "nets", "train.py"]
-    assert (new / "conf/config.yaml").read_text() == (new / "nets/one.py").read_text() == "kept\n"
+    names = {path.name for path in new.iterdir()} - {MARKER}
+    assert names == {".git", "conf", "data.txt", "nets", "runs", "train.py"}
+    assert [path.name for path in (new / "runs").iterdir()] == ["old.txt"]
+    for name in ("conf/config.yaml", "nets/one.py", "nets/words.txt"):
+        assert (new / name).read_text() == "kept\n"
+    assert not (new / "nets").is_symlink(), "it imports what is beside it, which may be migrated"
 
 
 @pytest.mark.parametrize(("step", "quantity"), [(0, "parameters"), (0, "optimizer"), (1, "loss")])

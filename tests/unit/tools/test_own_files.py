@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from hvd_trainer.measure.failure_reason import why_it_failed
 from hvd_trainer.measure.own_files import MAX_FILES, in_own_folder
 from hvd_trainer.measure.stack_record import describe_frame
-from hvd_trainer.measure.start import Start, run_to_end, running
+from hvd_trainer.measure.start import Start, run_to_end
+from hvd_trainer.measure.tool_folder import running
 from hvd_trainer.measure.trials import JobTrial, TrialRunner
 
 OLD_S = 1e9
@@ -34,7 +36,8 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "project"
     (folder / "checkpoints").mkdir(parents=True)
     (tmp_path / "shared").mkdir()
-    for name in ("log.csv", "model.pt", "checkpoints/last.pt", "../shared/data.txt"):
+    (folder / ".ckpt").mkdir()
+    for name in ("log.csv", "model.pt", "checkpoints/last.pt", ".ckpt/last.pt", "../shared/data.txt"):
         (folder / name).write_text("of the user")
     (folder / "library.py").write_text("import pathlib\nNAME = 'library'\n")
     for path in tmp_path.rglob("*"):
@@ -68,6 +71,8 @@ WRITES = {
     "remove": "os.remove('log.csv'); assert not os.path.exists('log.csv')",
     "remove a folder": "shutil.rmtree('checkpoints'); assert not os.path.exists('checkpoints')",
     "rename a folder": "os.rename('checkpoints', 'before'); open('before/last.pt', 'w').write('new')",
+    "by a map": "import numpy; numpy.memmap('log.csv', mode='r+')[:] = 1; assert open('log.csv').read(1) == '\\1'",
+    "below a hidden folder": "for name in ('first', 'last'): open(f'.ckpt/{name}.pt', 'w').write('new')",
     "below a folder": "for name in ('first', 'last'): open(f'checkpoints/{name}.pt', 'w').write('new')",
     "beside the script": "os.chdir('checkpoints'); open(os.path.dirname(__file__) + '/log.csv', 'w').write('new')",
     "beside the folder": "open('../new.txt', 'w').write('new')",
@@ -118,7 +123,7 @@ def test_a_trial_finds_the_files_of_its_user(user: Path) -> None:
     )
     said = run_script(user, code)
     assert f"of the user of the user {MAX_FILES + 1}\n" in said
-    assert "['checkpoints', 'library.py', 'log.csv', 'many', 'model.pt', 'script.py'] True" in said
+    assert "['.ckpt', 'checkpoints', 'library.py', 'log.csv', 'many', 'model.pt', 'script.py'] True" in said
 
 
 def test_lines_are_those_of_the_users_files(user: Path) -> None:
@@ -167,14 +172,19 @@ def test_temporary_files_are_no_writes_outside(
     "change",
     [
         "open({path!r}, 'a')",
+        "open({path!r}, 'r+').write('new')",
+        "import numpy; numpy.memmap({path!r}, mode='r+')[:] = 0",
         "import os; os.remove({path!r})",
         "import os; open('new', 'w'); os.replace('new', {path!r})",
         "import pathlib, shutil; shutil.rmtree(pathlib.Path({path!r}).parent)",
         "import torch; torch.save([1], {path!r})",
     ],
 )
-def test_no_trial_changes_a_file_that_was_there_before(user: Path, change: str) -> None:
-    file = user / "checkpoints" / "last.pt"
+@pytest.mark.parametrize("place", ["checkpoints", ".ckpt"])
+def test_no_trial_changes_a_file_that_was_there_before(user: Path, change: str, place: str) -> None:
+    """Also where the clock of its disk is ahead."""
+    file = user / place / "last.pt"
+    os.utime(file, (time.time() + 3600, time.time() + 3600))
     run = TrialRunner(user / "out").run(trial_of(change.format(path=str(file)), 1))
     assert (run.state, file.read_text()) == ("failed", "of the user")
     assert "is a file of yours, and no trial may change it. Write {folder} where" in run.note
@@ -192,9 +202,13 @@ def test_a_script_that_resumed_and_had_nothing_left_is_told_so(user: Path) -> No
     assert why_it_failed(running(user / "out"), 0).endswith("no optimizer step that counts")
 
 
-def test_tool_may_write_to_the_working_folder(user: Path) -> None:
-    """As with --out . ; the trial's place is in the folder that it stands for."""
-    start = in_own_folder(Start([sys.executable, "script.py"]), user / "running")
-    assert start.cwd is not None
-    assert (Path(start.cwd) / "log.csv").read_text() == "of the user"
-    assert not (Path(start.cwd) / "running").exists()
+def test_trials_may_change_what_they_have_made_outside(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also a folder, and what another trial of the same command has renamed."""
+    place = str(user.parent / "elsewhere")
+    first = (
+        f"import os; os.makedirs({place!r}); os.chdir({place!r}); open('a', 'w').write('x'); os.rename('a', 'b')"
+    )
+    second = f"import shutil; open({place!r} + '/b', 'r+').write('y'); shutil.rmtree({place!r})"
+    runner = TrialRunner(user / "out")
+    assert [runner.run(trial_of(code, n)).note for n, code in enumerate((first, second))] == ["", ""]
+    assert f"the job writes to {place}" in capsys.readouterr().err

@@ -91,8 +91,8 @@ def write_runs(folder: Path) -> Path:
                 )
         (folder / name / "config.yaml").write_text(yaml.safe_dump({"lr": 0.1 + number, "seed": 1}))
     (folder / "second" / "failures" / "stall.txt").touch()
-    assert main(["show", str(folder / "first"), str(folder / "second"), "--out", str(folder)]) == 0
-    return folder / "show.html"
+    assert main(["show", str(folder / "first"), str(folder / "second"), "--out", str(folder / "out")]) == 0
+    return folder / "out" / "show.html"
 
 
 PAGES: dict[str, Callable[[Path], Path]] = {

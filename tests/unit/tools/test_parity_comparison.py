@@ -28,10 +28,9 @@ from torch import Tensor, nn
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.report import Report
-from hvd_trainer.measure.start import Start
 from hvd_trainer.measure.trace_format import KEPT_BYTES, draws, sample_checksums, stride, subsample
 from hvd_trainer.measure.trials import RunRecord
-from hvd_trainer.tools.parity import causes, cli
+from hvd_trainer.tools.parity import causes
 from hvd_trainer.tools.parity.causes import find_causes, known_causes
 from hvd_trainer.tools.parity.comparison import Pair
 from hvd_trainer.tools.parity.report import conclude, details, verdict
@@ -466,29 +465,6 @@ def test_single_comes_last_with_the_global_batch() -> None:
     assert global_batch_options(make_trace(ranks=4, reproducible=4)) == {}
     with pytest.raises(OptionError, match="options of the Trainer, on which this job is not built"):
         global_batch_options(script_trace("float32"))
-
-
-def test_nothing_of_others_in_the_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its --out removed the runs of compare, and what else was called runs.jsonl, failed, running or traced."""
-    others = ("runs.jsonl", "failed/1.txt", "running/log/notes", "traced/horovod/notes", "horovod/notes")
-    for name in others:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-
-    def fail(start: Start, folder: Path, output: Path, **_: Any) -> int:
-        output.write_text("out of luck")
-        return 1
-
-    monkeypatch.setattr("hvd_trainer.measure.trials.run_to_end", fail)
-    for _ in range(2):
-        assert cli.main(["--out", str(tmp_path), "--", *DIGITS]) == 2
-    assert [(tmp_path / name).read_text() for name in others] == [*others]
-    added = {path.name for path in tmp_path.iterdir()} - {Path(name).parts[0] for name in others}
-    assert added == {"parity.html", "parity.json", "parity.md", "parity-runs"}
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "parity-runs").symlink_to(tmp_path)
-    with pytest.raises(OptionError, match="is a link, behind which"):
-        cli.main(["--out", str(tmp_path / "other"), "--", *DIGITS])
 
 
 # What ranks keep.

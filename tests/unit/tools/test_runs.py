@@ -23,8 +23,9 @@ from hvd_trainer.measure.formats import to_json
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.results import TrialResult
-from hvd_trainer.measure.start import MARK, Start, find_processes, launched, locked_folder
+from hvd_trainer.measure.start import MARK, Start, find_processes, launched
 from hvd_trainer.measure.steps import FOLDER
+from hvd_trainer.measure.tool_folder import locked_folder, make_inner
 from hvd_trainer.measure.trials import JobTrial, RunRecord, TrialRunner, append_run, in_rounds, read_runs
 from hvd_trainer.tools.parity.cli import ParityOptions
 
@@ -100,12 +101,33 @@ def test_ranks_with_unequal_steps_are_named(tmp_path: Path) -> None:
 def test_locked_folder_ends_what_a_killed_command_left(tmp_path: Path) -> None:
     """A job lives on when its command is killed, and must not disturb the next one's."""
     left = subprocess.Popen(["sleep", "60"], env={MARK: str(tmp_path)})
-    with locked_folder(tmp_path) as folder:
+    with locked_folder(tmp_path, "compare") as folder:
         assert folder == tmp_path
         assert left.wait(10) is not None
     (tmp_path / "file").touch()
-    with pytest.raises(OptionError, match="cannot be written to"), locked_folder(tmp_path / "file"):
+    with pytest.raises(OptionError, match="cannot be written to"), locked_folder(tmp_path / "file", "compare"):
         pass
+
+
+def test_folders_inside_are_removed_only_if_they_are_the_tools(tmp_path: Path) -> None:
+    """A user may have put something into the folder of a tool, and a kill may have left half of a folder."""
+    out = tmp_path / "out"
+    with locked_folder(out, "compare"):
+        make_inner(out / "running")
+        (out / "running" / "log").mkdir()
+    assert not (out / "running").exists()
+    for name in ("running", "failed"):
+        (out / name).mkdir()
+        (out / name / "notes").write_text("of the user")
+    with pytest.raises(OptionError, match="running was not made by this tool"), locked_folder(out, "compare"):
+        pass
+    (out / "running").rename(out / "elsewhere")
+    with locked_folder(out, "compare"):
+        with pytest.raises(OptionError, match="failed was not made by this tool"):
+            TrialRunner(out, resume=False)
+        with pytest.raises(OptionError, match="failed was not made by this tool"):
+            TrialRunner(out).run(trial_of(FAILED))
+    assert (out / "failed" / "notes").read_text() == (out / "elsewhere" / "notes").read_text() == "of the user"
 
 
 def test_start_of_a_job_leaves_its_words_as_they_are(tmp_path: Path) -> None:
@@ -115,9 +137,7 @@ def test_start_of_a_job_leaves_its_words_as_they_are(tmp_path: Path) -> None:
     words = (str(script), "--log-dir", "here", "--epochs", "2")
     assert read_job(words) == words
     log = tmp_path / "log"
-    trial = MeasuredTrial(
-        job=words, engine="ddp", ranks=2, steps=7, leave_out=("data",), options={"batch_size": 8}
-    )
+    trial = MeasuredTrial(job=words, engine="ddp", ranks=2, steps=7, exchange=False, options={"batch_size": 8})
     start = trial.start(log)
     run = ["-m", "hvd_trainer", "run", "--backend", "ddp", "--exactly-horovod", "--", *words]
     assert start.command[-len(run) - 2 :] == ["--nproc-per-node", "2", *run]
@@ -126,7 +146,7 @@ def test_start_of_a_job_leaves_its_words_as_they_are(tmp_path: Path) -> None:
         engine="ddp",
         max_steps=7,
         endless=True,
-        leave_out=("data",),
+        exchange=False,
         options={"batch_size": 8},
     )
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.tool_folder import MARKER, locked_folder
 from hvd_trainer.tools.compare import cli as compare
 from hvd_trainer.tools.diagnose import cli as diagnose
 from hvd_trainer.tools.parity import cli as parity
@@ -39,11 +40,8 @@ every_tool = pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name
         (parity, ["--np", "0", "--steps", "0", "--timeout-s", "0"], "--np must .*; --steps must .*; --timeout-s"),
         (parity, ["--tolerance", "-1"], "--tolerance must be a number, 0 or more"),
         (parity, ["--backend", "ddp"], "name 2 or more of"),
-        (compare, ["--search", "--rounds", "2"], "--search needs --rounds 3 or more, not 2"),
-        (compare, ["--search", "--np", "1,2"], "--search takes one number of ranks, such as --np 2"),
-        (compare, ["--search", "--vary", "chunks=1,2"], "--vary does not go with --search"),
-        (compare, ["--lossy"], "--lossy is for --search"),
-        (compare, ["--search", "--backend", "ddp,single"], "name horovod, ddp, each once"),
+        (compare, ["--least", "-1"], "--least must be a number, 0 or more"),
+        (compare, ["--vary", "threads=1,x"], "--vary threads=x: type numbers of CPU threads"),
         (compare, ["--backend", "ddp,ddp"], "each once"),
         (compare, ["--backend", "single", "--np", "2", "--vary", "seed=1,2"], "has one rank. Type: --np 1"),
     ],
@@ -60,18 +58,34 @@ def test_mistakes_are_refused_before_anything_runs(
 @every_tool
 def test_a_folder_that_another_command_uses_is_refused(tool: Any, tmp_path: Path) -> None:
     code = (
-        "import fcntl, sys; lock = open(sys.argv[1], 'w'); fcntl.lockf(lock, fcntl.LOCK_EX); "
+        "import fcntl, sys; lock = open(sys.argv[1], 'a'); fcntl.lockf(lock, fcntl.LOCK_EX); "
         "print('locked', flush=True); sys.stdin.read()"
     )
-    folder = tmp_path / getattr(tool, "RUNS_FOLDER", "")
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", code, str(folder / ".lock")]
+    name = tool.__name__.split(".")[-2]
+    with locked_folder(tmp_path, name):
+        pass
+    command = [sys.executable, "-c", code, str(tmp_path / MARKER)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
         with pytest.raises(OptionError, match="another one is using it"):
             tool.main(["--out", str(tmp_path), "--", *JOB])
         other.communicate()
+
+
+@every_tool
+def test_a_folder_with_files_of_others_is_refused(tool: Any, tmp_path: Path) -> None:
+    """All tools removed and overwrote what was there: `show --out proj` removed proj/running."""
+    (tmp_path / "user" / "running").mkdir(parents=True)
+    (tmp_path / "user" / "running" / "notes").write_text("of the user")
+    with pytest.raises(OptionError, match="has files that .* did not write, such as running"):
+        tool.main(["--out", str(tmp_path / "user"), "--", *JOB])
+    with locked_folder(tmp_path / "out", "another"):
+        pass
+    with pytest.raises(OptionError, match="it belongs to another tool"):
+        tool.main(["--out", str(tmp_path / "out"), "--", *JOB])
+    assert (tmp_path / "user" / "running" / "notes").read_text() == "of the user"
+    assert [path.name for path in (tmp_path / "user").iterdir()] == ["running"]
 
 
 @every_tool
