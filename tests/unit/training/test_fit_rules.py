@@ -24,9 +24,7 @@ def test_stages_on_gpus_need_nccl(device: str, uses_nccl: bool, refused: bool) -
     """Gloo would take a GPU's address for one of the host's memory, and the job would crash."""
     backend: Any = SimpleNamespace(device=torch.device(device), uses_nccl=uses_nccl)
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
-    mistakes = list(
-        fit_mistakes(options_of(stages=2), backend, optimizer, torch.nn.functional.mse_loss, [], [], None)
-    )
+    mistakes = list(fit_mistakes(options_of(stages=2), backend, optimizer, torch.nn.functional.mse_loss, []))
     assert bool(mistakes) == refused
     if refused:
         assert "--stages 2 sends tensors of cuda:1 to other ranks" in mistakes[0]
@@ -57,8 +55,9 @@ class Batches:
         yield signs(4).inputs, signs(4).targets
 
 
-def test_all_mistakes_in_the_data_are_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_in_the_data_are_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One was told after the other, some by loaders; the log folder was there by then."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which --reproducible sets
     folder = tmp_path / "log"
     options = options_of(
         reproducible=2, prefetch=2, workers=0, warmup_epochs=0.5, lr_decay="cosine", log_dir=str(folder)
@@ -92,5 +91,5 @@ def test_only_lbfgs_needs_a_closure(kind: Any) -> None:
     shape = (2, 2) if kind.__name__ == "Muon" else (2,)
     optimizer = kind([nn.Parameter(torch.zeros(shape))])
     backend: Any = SimpleNamespace(device=torch.device("cpu"))
-    mistakes = list(fit_mistakes(options_of(), backend, optimizer, nn.functional.mse_loss, [], [], None))
+    mistakes = list(fit_mistakes(options_of(), backend, optimizer, nn.functional.mse_loss, []))
     assert bool(mistakes) == (kind is torch.optim.LBFGS)
