@@ -112,13 +112,15 @@ class TrainingRun(RunView):
             default_metric=f"{splits[-1]}_loss",
         )
         mistakes = fit_mistakes(options, backend, inputs.optimizer, inputs.loss, figures, loaders, inputs.collate)
+        is_elastic = backend.session.driver is not None
+        has_own_size = options.train.global_batch_size is not None or isinstance(inputs.train_data, DataLoader)
         of_schedule = schedule_mistakes(
             self.schedule,
             inputs.optimizer,
             options.train,
             inputs.metrics,
             figures,
-            is_elastic=backend.session.driver is not None,
+            steps_may_change=is_elastic and not has_own_size,
         )
         refuse([*mistakes, *of_schedule])
         with ExitStack() as resources:  # closes what is open if a later part cannot be built

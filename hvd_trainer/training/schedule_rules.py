@@ -48,14 +48,14 @@ def schedule_mistakes(
     metrics: Mapping[str, Metric],
     figures: Collection[str],
     *,
-    is_elastic: bool = False,
+    steps_may_change: bool = False,
 ) -> Iterator[str]:
     """Yield a message for each argument of `fit` on the scheduler that does not go with the rest.
 
     Args:
         metrics: those of `fit`.
         figures: those that epochs' records will have.
-        is_elastic: whether ranks may come and go.
+        steps_may_change: whether ranks may come and go, and an epoch then has other steps.
     """
     scheduler, kind = schedule.scheduler, type(schedule.scheduler).__name__
     if schedule.interval not in get_args(Interval):
@@ -73,7 +73,7 @@ def schedule_mistakes(
     if any(isinstance(part.scheduler, OneCycleLR) for part in parts(scheduler)):
         if train.warmup_epochs > 0 or train.lr_decay != "none":
             yield "OneCycleLR warms up and decays by itself: leave out --warmup-epochs and --lr-decay"
-        if is_elastic and schedule.interval == "step" and train.global_batch_size is None:
+        if steps_may_change and schedule.interval == "step":
             yield "OneCycleLR needs as many steps on any ranks, which come and go here: add --global-batch-size"
     if schedule.figure:
         yield from _figure_mistakes(schedule, metrics, figures)
@@ -219,7 +219,7 @@ def _correction(part: Part, interval: Interval, length: Length, done: int, calls
     if done:
         before = part.calls(done)
         return (
-            f"{text}, {before:,} of them before the resume. Give the options of its run: --epochs, and "
+            f"{text}, {before:,} of them before now. Give the options of its run: --epochs, and "
             f"--global-batch-size for equal steps on any ranks. Or begin another for the rest: {part.argument}="
             f"{calls - before} and --resume-partial scheduler"
         )

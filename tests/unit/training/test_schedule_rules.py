@@ -181,10 +181,10 @@ def test_cycle_has_a_warmup_and_a_decay(curve: dict[str, Any]) -> None:
 def test_cycle_in_elastic_mode_needs_a_global_batch() -> None:
     """Another number of ranks would have another number of steps."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
-    for interval, size, refused in (("step", None, 1), ("step", 12, 0), ("epoch", None, 0)):
+    for interval, may_change, refused in (("step", True, 1), ("step", False, 0), ("epoch", True, 0)):
         schedule = Schedule(cycle(6), optimizer, interval=interval)  # type: ignore[arg-type]
-        rest = TrainOptions(global_batch_size=size), {}, ["train_loss"]
-        mistakes = list(schedule_mistakes(schedule, optimizer, *rest, is_elastic=True))  # type: ignore[arg-type]
+        rest: Any = TrainOptions(), {}, ["train_loss"]
+        mistakes = list(schedule_mistakes(schedule, optimizer, *rest, steps_may_change=may_change))
         assert len(mistakes) == refused
         assert not refused or "add --global-batch-size" in mistakes[0]
 
@@ -307,9 +307,7 @@ def stop_after_epochs(folder: Path, epochs: int, make: Make, how: dict[str, Any]
 def test_longer_training_needs_another_cycle(tmp_path: Path) -> None:
     """The restored one was at its end: PyTorch's ValueError came after the first step of the next epoch."""
     assert stop_after_epochs(tmp_path, 2, cycle(20), BY_STEP) == rates_of(cycle(20), 20)
-    with pytest.raises(
-        OptionError, match=r"30 times .*, 20 of them before the resume.*total_steps=10 and --resume-p"
-    ):
+    with pytest.raises(OptionError, match=r"30 times .*, 20 of them before now.*total_steps=10 and --resume-p"):
         stop_after_epochs(tmp_path, 3, cycle(30), BY_STEP)
     # All that it has put into the optimizer is its own, and not the checkpoint's.
     other: Make = lambda o: OneCycleLR(o, 0.7, 10, base_momentum=0.5)  # noqa: E731
