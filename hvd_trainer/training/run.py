@@ -302,7 +302,9 @@ class TrainingRun(RunView):
             return Length(epochs=train.epochs, epochs_left=epochs)
         rest = steps
         if progress.consumed:
-            rest = min(steps, -(-max(0, samples - progress.consumed) // self.plan.global_batch_size))
+            # A source of batches gives each shard equally many samples, and leaves out what is over.
+            over = samples % self.placement.shard.size if self.train_loader.has_own_loader else 0
+            rest = -(-max(0, samples - over - progress.consumed) // self.plan.global_batch_size)
         return Length(
             epochs=train.epochs,
             epochs_left=epochs,

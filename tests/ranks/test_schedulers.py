@@ -63,8 +63,9 @@ def train(backend: str, how: Any, stop_after: int | None = None, **options: Any)
         settings, scheduler = Settings(), how["scheduler"](optimizer)
         callbacks = [settings, StopAfter(stop_after)]
         how = {"metrics": {"accuracy": accuracy}, "callbacks": callbacks, **how, "scheduler": scheduler}
+        how = {"train_data": signs(NUM), "val_data": signs(16), **how}
         with suppress(StoppedError):
-            trainer.fit(model, optimizer, nn.functional.cross_entropy, signs(NUM), signs(16), **how)
+            trainer.fit(model, optimizer, nn.functional.cross_entropy, **how)
         rank = trainer.world.rank
     return {
         "rank": rank,
@@ -141,6 +142,42 @@ def follow_apart(backend: str) -> tuple[int, list[float]]:
 
 def rising(optimizer: Any) -> Any:
     return ReduceLROnPlateau(optimizer, mode="max", patience=0)
+
+
+class Batches:
+    """A source of batches of two for each shard, and of a sample that is left over."""
+
+    def __len__(self) -> int:
+        return 13
+
+    def batches(self, shard: Any, epoch: int | None) -> Any:
+        inputs, targets = (
+            signs(12).inputs[shard.number :: shard.size],
+            signs(12).targets[shard.number :: shard.size],
+        )
+        yield from zip(inputs.split(2), targets.split(2), strict=True)
+
+
+class StopAfterEpoch(Callback):
+    """A callback that ends a run after the last step of an epoch was saved, and before the epoch is."""
+
+    def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
+        raise StoppedError
+
+
+def resumed_after_last_step(backend: str, folder: str) -> tuple[int, Any]:
+    options = {"epochs": 2, "accumulate": 1, "batch_size": 2, "global_batch_size": None, "save_every_steps": 1}
+    how = {**SCHEDULERS["cycle"], "train_data": Batches()}
+    first = train(backend, {**how, "callbacks": [StopAfterEpoch()]}, **options, log_dir=folder)
+    run = train(backend, how, **options, log_dir=folder, resume="auto")
+    return first["rank"], [rate for rate, _ in run["settings"]]
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_resume_after_the_last_step_of_an_epoch(backend: str, tmp_path: Path) -> None:
+    """The sample that is left over is no step."""
+    for rates in run_ranks(resumed_after_last_step, num_processes=2, args=(backend, str(tmp_path))):
+        assert rates == [rate for rate, _ in without_trainer()][3:]
 
 
 @pytest.mark.parametrize("backend", ENGINES)
