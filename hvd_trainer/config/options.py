@@ -197,8 +197,8 @@ class MeasureOptions:
     """What a step's time goes to."""
 
     profile_steps: Annotated[Count | None, COMMON] = None
-    """what all ranks do in so many steps, by PyTorch's profiler: one trace for ui.perfetto.dev in the log folder,
-    and a table of who waited for whom"""
+    """what all ranks do in so many steps, by PyTorch's profiler: a trace of each for ui.perfetto.dev in the log
+    folder, and a table of who waited for whom"""
     profile_skip: NonNegativeInt = 5
     """how many steps come before these, in which caches fill; in one more the profiler sets itself up"""
 

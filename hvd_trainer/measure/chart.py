@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hvd_trainer.measure.report import Picture
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SIZE = (5.0, 3.2)
@@ -22,6 +23,7 @@ TEXT_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "the same figures have the same names",
     "savefig.transparent": True,
+    "text.parse_math": False,  # names are those of the user's, and may have $ and _
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
 }
 STYLE: dict[Any, Any] = {
@@ -53,6 +55,12 @@ def as_element(figure: Figure) -> str:
     return text[text.index("<svg") :]
 
 
+def add_legend(axes: Axes, names: Iterable[str]) -> None:
+    """Add a legend of what has a label, by these names: as labels, those that begin with `_` would be left out."""
+    for text, name in zip(axes.legend(frameon=False).get_texts(), names, strict=True):
+        text.set_text(name)
+
+
 def draw_lines(
     title: str,
     text: str,
@@ -81,13 +89,16 @@ def draw_lines(
             axes.text(
                 place, 1, f" {mark}", transform=axes.get_xaxis_transform(), rotation=90, va="top", fontsize=7
             )
-        for colour, (name, points) in zip(COLOURS, lines.items(), strict=False):
-            axes.plot(*zip(*points, strict=True), color=colour, marker="." if len(points) < 60 else "", label=name)
+        for colour, points in zip(COLOURS, lines.values(), strict=False):
+            axes.plot(
+                *zip(*points, strict=True), color=colour, marker="." if len(points) < 60 else "", label="line"
+            )
         axes.set(xlabel=across, ylabel=up)
         if all(isinstance(x, int) for points in lines.values() for x, _ in points):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if log:
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:.0e}")
         if len(lines) > 1:
-            axes.legend(frameon=False)
+            add_legend(axes, lines)
         return [Picture(title, text, as_element(figure))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import threading
 import time
@@ -47,6 +48,8 @@ class CollectiveCalls:
 
     def install(self) -> None:
         """Replace the functions by ones that count."""
+        # torch.compile knows collectives by the functions that are there when it is imported.
+        importlib.import_module("torch.distributed._functional_collectives")
         for module in (torch.distributed, torch.distributed.distributed_c10d):
             self._wrap(module, OF_TORCH)
         names = dict.fromkeys(("horovod.torch", "hvd_trainer.hvd"), lambda module: self._wrap(module, OF_HOROVOD))
@@ -64,7 +67,8 @@ class CollectiveCalls:
     def _counting(self, name: str, function: Any) -> Any:
         @functools.wraps(function)
         def count(*args: Any, **kwargs: Any) -> Any:
-            if getattr(self._inside, "one", False):
+            # In a graph of torch.compile nothing can be counted, and anything else here would break it.
+            if torch.compiler.is_compiling() or getattr(self._inside, "one", False):
                 return function(*args, **kwargs)
             self._inside.one = True
             try:

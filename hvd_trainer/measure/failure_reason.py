@@ -15,9 +15,13 @@ REASONS = (
     r"^(?:\[rank \d+\] )?(?:error|failure): (.*(?:\n[ \t].*)*\n?.*)",  # run_job's
     r"^\S+: error: (.*)",  # argparse's
     r"^\u256d[^\n]*\n\u2502 (.*?) *\u2502$",  # tyro's box
-    r"^((?:\w+\.)*\w*(?:Error|Exception): \S.*)",
 )
 """Patterns of the lines in which a run's programs state why they failed, the likeliest first."""
+RANK = r"^(?:\[(\d+)\]<std\w+>:|\[rank(\d+)\]: )"
+"""What horovodrun, and PyTorch in a traceback, write before each line of a rank."""
+EXCEPTION = r"^((?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?:: \S.*)?)$"
+IGNORED = r"^Exception ignored in.*\n(?:Traceback.*\n(?:[ \t].*\n)*.*\n?)?"
+"""What Python prints of an exception at which it does not end."""
 TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -29,11 +33,30 @@ def why_it_failed(place: Path, code: int) -> str:
         if reason := _reason(str(json.loads((place / "error.json").read_text())["message"]["message"])):
             return reason
     # A rank that is alone has no watch over it that would tell torchrun.
-    said = (place / "output").read_text(errors="replace")
-    said = re.sub(r"^\[\d+\]<std\w+>:", "", said, flags=re.MULTILINE)  # horovodrun's, before each line
+    printed = (place / "output").read_text(errors="replace")
+    said = re.sub(RANK, "", printed, flags=re.MULTILINE)
     matches = (re.search(pattern, said, re.MULTILINE) for pattern in REASONS)
     reasons = (_reason(match[1]) for match in matches if match is not None)
-    return next(filter(None, reasons), f"exit code {code}")
+    return next(filter(None, reasons), "") or _last_exception(printed) or f"exit code {code}"
+
+
+def _last_exception(printed: str) -> str:
+    """Return the last exception of the rank that has ended first; empty without any.
+
+    Those that it printed before did not end it. Of lines that name no rank, the launcher's may be among them, so
+    that they count only where none does.
+    """
+    lines: dict[str, list[tuple[int, str]]] = {}
+    for number, line in enumerate(printed.splitlines()):
+        match = re.match(RANK, line)
+        lines.setdefault("" if match is None else match[1] or match[2], []).append((number, line))
+    last = []
+    for rank, own in lines.items():
+        text = re.sub(IGNORED, "", "\n".join(re.sub(RANK, "", line) for _, line in own), flags=re.MULTILINE)
+        if found := re.findall(EXCEPTION, text, re.MULTILINE):
+            place = max(number for number, line in own if re.sub(RANK, "", line) == found[-1])
+            last.append((rank == "", place, found[-1]))
+    return min(last, default=(False, 0, ""))[2]
 
 
 def why_no_figures(place: Path, log: Path) -> str:

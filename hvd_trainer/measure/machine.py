@@ -19,8 +19,12 @@ from hvd_trainer.measure.stale import digest_of_package
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural
 
-MAX_LOAD = 0.5
-"""Load per core from which a measurement is disturbed."""
+MAX_BUSY = 0.25
+"""Fraction of the cores that other programs may keep busy without disturbing a measurement."""
+WATCH_S = 1.0
+"""Seconds for which they are watched."""
+BUSY = ("user", "nice", "system", "irq", "softirq", "steal")
+"""Kinds of time in which a core is not idle."""
 OWN_GROUPS, CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
@@ -92,11 +96,20 @@ def threads_per_rank(ranks: int) -> int:
 
 
 def busy_warning() -> str:
-    """Return a warning if other programs have kept this machine busy in the last minute; else nothing."""
-    load, cores = os.getloadavg()[0], len(cpu_ids())
-    if load < MAX_LOAD * cores:
+    """Return a warning if other programs keep this machine busy, for which it watches a second; else nothing.
+
+    The load of the machine would not tell: it has what the tool's own trials did in the minutes before.
+    """
+    began, busy_s, own_s = time.monotonic(), cpu_seconds(*BUSY), time.process_time()
+    time.sleep(WATCH_S)
+    others = (cpu_seconds(*BUSY) - busy_s - (time.process_time() - own_s)) / (time.monotonic() - began)
+    cores = len(cpu_ids())
+    if others < MAX_BUSY * cores:
         return ""
-    return f"other programs are at work here (load {load:.1f} on {cores} cores): expect the figures to scatter"
+    return (
+        f"other programs keep {min(others, cores):.1f} of {plural(cores, 'core')} busy here: expect the figures "
+        f"to scatter"
+    )
 
 
 def cpu_control_groups() -> list[Path]:

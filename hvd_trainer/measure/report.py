@@ -115,8 +115,6 @@ class Picture:
     title: str
     text: str
     svg: str
-    is_wide: bool = False
-    """whether it has a row of the page for itself"""
 
 
 class Bar(NamedTuple):

@@ -242,9 +242,7 @@ class TrialRunner:
             print(f"{count}/{len(plan)}  round {number}, {trial.label}: {said}{left}", flush=True)
             yield trial, run
 
-    def run(
-        self, trial: Trial, round_: int = 1, *, keep: Path | None = None, limit_s: float | None = None
-    ) -> RunRecord:
+    def run(self, trial: Trial, round_: int = 1, *, keep: Path | None = None) -> RunRecord:
         """Run a trial as a user would start it, end all its processes, record it, and return the record.
 
         It has a working folder of its own. A run that is done in the folder is taken from there.
@@ -252,16 +250,13 @@ class TrialRunner:
         Args:
             round_: counted from 1.
             keep: where the run's log folder is moved, however the run ends.
-            limit_s: after which it is killed, whatever the budget; None: as the runner has it.
         """
         if self.is_done(trial.identity, round_):
             return self.last[key_of(trial.identity), round_]
         clear(self.folder)
         place = make_inner(running(self.folder))
         limit, option = self._limit_s, self._limit_option
-        if limit_s is not None:
-            limit = limit_s
-        elif self.left_s < limit:
+        if self.left_s < limit:
             limit, option = max(self.left_s, 1.0), "--budget-s"
         began_at, began, log = time.time(), time.monotonic(), place / "log"
         try:

@@ -144,7 +144,7 @@ def test_compare_varies_options(tmp_path: Path) -> None:
     assert [run.state for run in read_runs(tmp_path)] == ["done", "failed", "done", "failed"]
     rows = json.loads((tmp_path / "comparison.json").read_text())["trials"]
     assert [row["state"] for row in rows] == ["done", "failed", "done", "failed"]
-    assert "--chunks 999 cuts --batch-size 128" in rows[1]["note"]
+    assert "--chunks 999 cuts a batch of 128" in rows[1]["note"]
     assert rows[0]["bubble"] is None
     assert 0 < rows[2]["bubble"] < 1
     drawn = (tmp_path / "comparison.html").read_text()

@@ -382,18 +382,6 @@ def test_a_job_that_does_not_train_is_named(tmp_path: Path) -> None:
     assert "ValueError: it does not train; its output is in" in said
 
 
-@pytest.mark.long
-def test_advice_is_tried(tmp_path: Path) -> None:
-    """64 ms to wait for a batch, which loader processes do meanwhile."""
-    disk = next(planted for planted in PLANTED if planted.planted == "disk")
-    result, said = diagnose_job(disk._replace(budget=300), "ddp", tmp_path, options=("--try",))
-    (tried,) = [one for one in result["tried"] if one["action"]["cause"] == "data waits"]
-    assert tried["ratio"]["value"] > 1.3, said
-    assert tried["ratio"]["low"] > 1, said
-    assert "Tried --workers" in said
-    assert "): proved." in said
-
-
 def test_a_job_that_fails_has_a_verdict_from_what_it_did_until_then(tmp_path: Path) -> None:
     job = Planted("callback, then failure", "callback", "do this every few steps only")
     result, said = diagnose_job(job, "ddp", tmp_path)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_trainer.measure.chart import COLOURS, SIZE, STYLE, TEXT_STYLE, as_element, figure_in
+from hvd_trainer.measure.chart import COLOURS, SIZE, STYLE, TEXT_STYLE, add_legend, as_element, figure_in
 from hvd_trainer.measure.formats import number
 from hvd_trainer.measure.report import Picture
 from hvd_trainer.tools.compare.plan import Axis
@@ -43,12 +43,12 @@ def draw_speed(results: Sequence[Result]) -> list[Picture]:
         return []
     with figure_in(STYLE, SIZE) as figure:
         axes = figure.subplots()
-        for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
+        for colour, line in zip(COLOURS, lines.values(), strict=False):
             ranks = [result.trial.ranks for result in line]
             spread = [sorted(result.by_round("samples_per_s").values()) for result in line]
             rates = [median(values) for values in spread]
             bars = [(rate - values[0], values[-1] - rate) for rate, values in zip(rates, spread, strict=True)]
-            axes.errorbar(ranks, rates, np.transpose(bars), color=colour, marker="o", capsize=3, label=name)
+            axes.errorbar(ranks, rates, np.transpose(bars), color=colour, marker="o", capsize=3, label="line")
             if ranks[0] == 1 and len(ranks) > 1:
                 axes.plot(ranks, [rates[0] * n for n in ranks], color=colour, linestyle=":", linewidth=1)
         numbers = sorted({result.trial.ranks for result in results})
@@ -56,7 +56,7 @@ def draw_speed(results: Sequence[Result]) -> list[Picture]:
         axes.set_ylim(bottom=0)
         axes.set(xlabel="ranks", ylabel="samples/s")
         axes.yaxis.set_major_formatter("{x:,.0f}")
-        axes.legend(frameon=False)
+        add_legend(axes, lines)
         svg = as_element(figure)
     text = "Medians, with the lowest and highest round. Dotted: as many times one rank."
     return [Picture("Samples per second by ranks", text, svg)]

@@ -22,6 +22,7 @@ MIN_GAIN = 1.03
 MAX_WORKERS = 8
 MAX_SAVED = 0.95
 """Fraction of a step that a change may save."""
+DEFAULT_FUSION_MB = 64
 ADVISED_ACCUMULATE = 4
 """Passes per exchange that are advised where there shall be fewer exchanges."""
 MIN_FREE_CORES = 0.5
@@ -44,25 +45,14 @@ class Action:
     high: float = 1.0
     """its 95 % interval"""
     words: tuple[str, ...] = ()
-    """further options of the job; of a script, of `run`"""
-    threads: int | None = None
-    """of each rank"""
-    batch_factor: int = 1
-    """samples of a step, as a multiple of now"""
+    """an option of the job and its value; of a script, of `run`"""
+    now: str = ""
+    """the value that the option has"""
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The options by their names in YAML."""
-        pairs = zip(self.words[::2], self.words[1::2], strict=True)
-        return {name[2:].replace("-", "_"): msgspec.yaml.decode(value) for name, value in pairs}
-
-    @property
-    def can_be_tried(self) -> bool:
-        return bool(self.words) or self.threads is not None
-
-    @property
-    def title(self) -> str:
-        return self.text.partition(":")[0]
+    def vary(self) -> str:
+        """What `compare --vary` takes to prove it; empty without an option."""
+        return f"{self.words[0][2:]}={self.now},{self.words[1]}" if self.words else ""
 
 
 def find_actions(causes: Sequence[Cause], evidence: Evidence) -> list[Action]:
@@ -159,7 +149,7 @@ def _about_data(cause: Cause, evidence: Evidence) -> Iterator[Action]:
         yield _action(cause, evidence, f"num_workers={count} in the DataLoader: {why}", saved)
     else:
         text = f"--workers {count}: {why}{'' if workers is None else f' (now {workers})'}"
-        yield _action(cause, evidence, text, saved, words=("--workers", str(count)))
+        yield _action(cause, evidence, text, saved, words=("--workers", str(count)), now=str(workers or 0))
 
 
 def _about_overlap(cause: Cause, evidence: Evidence) -> Iterator[Action]:
@@ -177,13 +167,14 @@ def _about_overlap(cause: Cause, evidence: Evidence) -> Iterator[Action]:
         f"{plural(details['best_pieces'], 'bucket')} of gradients, all but the last exchanged while the backward "
         f"pass runs (now {details['pieces']})"
     )
-    option = "--bucket-mb"
+    option, now = "--bucket-mb", evidence.bucket_mb
     if not evidence.is_trainer_job and evidence.facts.get("uses_hvd"):
-        option = "--fusion-threshold-mb"
+        option, now = "--fusion-threshold-mb", DEFAULT_FUSION_MB
     of = "" if evidence.is_trainer_job else " of `hvd-trainer run`"
     if not evidence.is_trainer_job and option == "--bucket-mb":
         of += f", or bucket_cap_mb={size:g} of DistributedDataParallel"
-    yield _action(cause, evidence, f"{option} {size:g}{of}: {why}", words=(option, f"{size:g}"))
+    words = (option, f"{size:g}")
+    yield _action(cause, evidence, f"{option} {size:g}{of}: {why}", words=words, now=f"{now:g}")
 
 
 def _about_exchange(cause: Cause, evidence: Evidence) -> Iterator[Action]:
@@ -202,10 +193,10 @@ def _about_exchange(cause: Cause, evidence: Evidence) -> Iterator[Action]:
             f"is then {ADVISED_ACCUMULATE} times as large, so look at the learning rate"
         )
         words = ("--accumulate", str(ADVISED_ACCUMULATE))
-        yield _action(cause, evidence, text, fewer_s, words=words, batch_factor=ADVISED_ACCUMULATE)
+        yield _action(cause, evidence, text, fewer_s, words=words, now="1")
     if facts.get("compression", "none") == "none" and bandwidth > latency:
         text = "--compression fp16: half the bytes on the wire; the last bits of gradients are lost"
-        yield _action(cause, evidence, text, bandwidth / 2, words=("--compression", "fp16"))
+        yield _action(cause, evidence, text, bandwidth / 2, words=("--compression", "fp16"), now="none")
 
 
 def _about_contention(cause: Cause, evidence: Evidence) -> Iterator[Action]:
@@ -219,7 +210,7 @@ def _about_contention(cause: Cause, evidence: Evidence) -> Iterator[Action]:
             f"{waiting}"
         )
         saved = cause.seconds if one is None else evidence.step_s - one[0]
-        yield _action(cause, evidence, text, saved, threads=1)
+        yield _action(cause, evidence, text, saved, words=("--threads", "1"), now=str(threads))
         return
     text = (
         "OMP_NUM_THREADS=1, or --threads 1, if the ranks have more threads than that; else they share the "
@@ -270,7 +261,7 @@ def _about_overhead(cause: Cause, evidence: Evidence) -> Iterator[Action]:
         f"--batch-size {2 * batch}: twice the samples for a step that takes {more_s / evidence.step_s:.0%} "
         f"longer; the global batch doubles, so look at the learning rate"
     )
-    yield _action(cause, evidence, text, saved, words=("--batch-size", str(2 * batch)), batch_factor=2)
+    yield _action(cause, evidence, text, saved, words=("--batch-size", str(2 * batch)), now=str(batch))
 
 
 MAKERS: dict[str, Callable[[Cause, Evidence], Iterator[Action]]] = {

@@ -11,14 +11,12 @@ each part costs.
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
 from msgspec import Meta
 
 from hvd_trainer.config.checks import Count, Positive
@@ -29,8 +27,8 @@ from hvd_trainer.measure.machine import Ran, busy_warning
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.tool_folder import locked_folder
 from hvd_trainer.tools.diagnose.evidence import NORMAL
-from hvd_trainer.tools.diagnose.flame_graph import speedscope
 from hvd_trainer.tools.diagnose.report import Diagnosis, conclude
+from hvd_trainer.tools.diagnose.speedscope import speedscope
 from hvd_trainer.tools.diagnose.trials import WARMUP_STEPS, Trials
 from hvd_trainer.utils.text import COMMAND, plural
 
@@ -50,8 +48,6 @@ class Options:
     """seconds that all of it may take"""
     threads: Count | None = None
     """CPU threads of each rank; None: as the launcher and OMP_NUM_THREADS say"""
-    attempt: Annotated[bool, tyro.conf.arg(name="try")] = False
-    """run what is advised, too, beside the job as it is; beyond --budget-s"""
     out: Path = Path("runs/diagnose")
     """folder for diagnosis.html, .md and .json, and stacks.speedscope.json"""
 
@@ -92,15 +88,8 @@ def main(argv: Sequence[str]) -> int:
             evidence=trials.evidence(),
             failure=failure,
             warnings=trials.runner.warnings,
-            again="" if options.attempt else f"{COMMAND} diagnose --try {shlex.join(argv)}",
+            normal=normal,
         )
-        if options.attempt and code == 0:
-            code = 130
-            with until_interrupted(trials):
-                for action in diagnosis.actions:
-                    if action.can_be_tried:
-                        diagnosis.tried.append(trials.try_action(action))
-                code = 0
         report = conclude(diagnosis)
         report.show()
         stacks = folder / "stacks.speedscope.json"

@@ -1,4 +1,4 @@
-"""The report of a diagnosis: a verdict about each cause, with what to do, then what was run, and flame graphs."""
+"""The report of a diagnosis: a verdict about each cause, with what to do, then what was run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,14 +15,14 @@ import msgspec
 
 from hvd_trainer.measure.formats import milliseconds, number
 from hvd_trainer.measure.machine import Ran
+from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.report import Bar, Bars, Report, Source, Table, Verdict
-from hvd_trainer.measure.stats import Ratio
 from hvd_trainer.tools.diagnose.actions import CAUSES, Action, find_actions
 from hvd_trainer.tools.diagnose.causes import OF_THE_MACHINE, find_candidates, leading
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, SIGMAS, Cause, Evidence, ms
-from hvd_trainer.tools.diagnose.flame_graph import draw
 from hvd_trainer.tools.diagnose.switches import Switch, find_switches
-from hvd_trainer.utils.text import plural
+from hvd_trainer.tools.diagnose.trials import RUN_S, steps_of
+from hvd_trainer.utils.text import COMMAND, plural
 
 OVERLAPPING = 1.02
 """Sum of the causes' fractions of a step from which it is said that they overlap."""
@@ -52,41 +52,17 @@ PLACES = {
 """The parts of a step in which causes are, where these are not called as the cause is."""
 
 
-@dataclass(frozen=True)
-class Tried:
-    """An action that was tried."""
-
-    action: Action
-    ratio: Ratio | None
-    """samples per second with it and without it; None if the job did not run"""
-    note: str = ""
-    """why it did not"""
-
-    def __str__(self) -> str:
-        what, gain = f"Tried {self.action.title}", self.ratio
-        if gain is None:
-            return f"{what}: {self.note}"
-        verdict = "that is within the noise"
-        if gain.is_clear:
-            verdict = "proved" if gain.value > 1 else "it makes the job slower"
-        return (
-            f"{what}: {gain.value:.2f} times the samples/s ({gain.interval}, {plural(gain.rounds, 'round')}; "
-            f"expected {self.action.speed:.2f}): {verdict}."
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """What a diagnosis has come to."""
 
     ran: Ran
     evidence: Evidence
-    tried: list[Tried] = field(default_factory=list)
+    normal: MeasuredTrial
+    """the job as it was run"""
     failure: str = ""
     """why the job has failed as it is; empty if it has not"""
     warnings: Sequence[str] = ()
-    again: str = ""
-    """what to type for the actions to be tried; empty if they were"""
 
     @cached_property
     def candidates(self) -> list[Cause]:
@@ -126,9 +102,8 @@ def conclude(diagnosis: Diagnosis) -> Report:
         warnings=[*diagnosis.warnings, *_warnings(diagnosis.evidence)],
         tables=[*_tables(diagnosis)],
         bars=_step_bars(diagnosis),
-        pictures=[draw(diagnosis.evidence.profiles)],
         notes=[*_notes(diagnosis)],
-        advice=[diagnosis.again] if diagnosis.again and any(one.can_be_tried for one in diagnosis.actions) else [],
+        advice=[*_to_prove(diagnosis)][:1],
         data=_data(diagnosis),
     )
 
@@ -145,13 +120,11 @@ def _verdicts(diagnosis: Diagnosis) -> Iterator[Verdict]:
         share = f"{cause.seconds / evidence.step_s:.0%}"
         shown = cause.evidence[:1].upper() + cause.evidence[1:]
         actions = diagnosis.actions_on(cause)
-        gains = [tried.ratio for tried in diagnosis.tried if tried.action in actions and tried.ratio]
         yield Verdict(
             f"{place}: {CAUSES[cause.kind].name}, {share} of a step.",
             "sure",
             [f"{shown}.", *_to_do(cause, diagnosis)],
             badge=f"{share} OF A STEP",
-            ratio=gains[0] if gains else None,
             source=_source(cause),
             type=[shlex.join(action.words) for action in actions if action.words],
         )
@@ -171,9 +144,19 @@ def _to_do(cause: Cause, diagnosis: Diagnosis) -> Iterator[str]:
     for action in actions:
         gain = f" (expected: {action.speed:.2f} times the samples/s, {action.low:.2f} to {action.high:.2f})"
         yield f"To do: {action.text}{gain if action.speed > 1 else ''}."
-        yield from (str(tried) for tried in diagnosis.tried if tried.action is action)
     if not actions and cause in leading(diagnosis.causes):
         yield "Nothing is known that makes this cheaper."
+
+
+def _to_prove(diagnosis: Diagnosis) -> Iterator[str]:
+    """Yield the commands that run the job with each action and without it, in rounds."""
+    normal, steps = diagnosis.normal, steps_of(RUN_S, diagnosis.evidence.step_s)
+    for action in diagnosis.actions:
+        if action.vary:
+            given = ["--np", str(normal.ranks), "--backend", normal.engine, "--steps", str(steps)]
+            given += [] if normal.threads is None else ["--threads", str(normal.threads)]
+            words = [*COMMAND.split(), "compare", *given, "--vary", action.vary, "--", *normal.job]
+            yield shlex.join(words)
 
 
 def _source(cause: Cause) -> Source | None:
@@ -277,7 +260,6 @@ def _data(diagnosis: Diagnosis) -> dict[str, Any]:
             "unclear": diagnosis.unclear,
             "switches": diagnosis.switches,
             "actions": [*map(plain, diagnosis.actions)],
-            "tried": [{**vars(tried), "action": plain(tried.action)} for tried in diagnosis.tried],
         }
     )
     return made

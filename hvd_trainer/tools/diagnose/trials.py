@@ -11,17 +11,14 @@ import psutil
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.jobs.all_reduce import all_reduce_trial
-from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial
-from hvd_trainer.measure.stats import MIN_ROUNDS, ratio
+from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.tool_folder import remove_inner
 from hvd_trainer.measure.trials import RunRecord, Trial, TrialRunner, in_rounds
-from hvd_trainer.tools.diagnose.actions import Action
 from hvd_trainer.tools.diagnose.causes import MIN_SHARE, OF_THE_MACHINE, find_causes, quiet_s
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, ONE_THREAD, TWICE, Evidence, Line
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch, other_cores
 from hvd_trainer.tools.diagnose.own_code import of_collectives
 from hvd_trainer.tools.diagnose.profile import RankProfile, mark_lone, merge, read_profiles
-from hvd_trainer.tools.diagnose.report import Tried
 from hvd_trainer.tools.diagnose.roles import WAITING
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural
@@ -124,20 +121,19 @@ class Trials:
                 self._line = Line.through(run.figures["seconds"])
         return ""
 
-    def run(self, trial: MeasuredTrial, steps: int, limit_s: float | None = None) -> RunRecord:
+    def run(self, trial: MeasuredTrial, steps: int) -> RunRecord:
         """Run a trial once, and keep its figures under its label; of a normal run also its stacks.
 
         All are sampled alike, so that what sampling costs is in each figure that is subtracted.
 
         Args:
             steps: that count.
-            limit_s: after so many seconds it is ended; None: at the end of the budget.
         """
         is_normal = trial.label == NORMAL
         trial = replace(trial, steps=WARMUP_STEPS + steps, record={"sample_stacks": True})
         watch, profiles = MachineWatch(), []
         try:
-            run = self._run(trial, limit_s)
+            run = self._run(trial)
         finally:
             profiles = read_profiles(self._kept, trial.ranks)
             if is_normal and profiles:
@@ -158,30 +154,10 @@ class Trials:
             self.figures.setdefault(trial.label, []).append(figures)
         return run
 
-    def _run(self, trial: Trial, limit_s: float | None = None) -> RunRecord:
+    def _run(self, trial: Trial) -> RunRecord:
         remove_inner(self._kept)
         number = len(self.runner.last) + 1  # each run is a new one
-        return self.runner.run(trial, number, keep=self._kept, limit_s=limit_s)
-
-    def try_action(self, action: Action) -> Tried:
-        """Run the job with an action and without it, in rounds, each run for the budget at most."""
-        evidence = self.evidence()
-        before = replace(self.normal, label=f"without {action.title}")
-        after = replace(self.normal, label=f"with {action.title}", threads=action.threads or self.normal.threads)
-        if evidence.is_trainer_job:
-            after = replace(after, options=action.settings)
-        else:
-            after = replace(after, run_options=(*SAME_NUMBERS, *action.words))
-        steps = steps_of(RUN_S, evidence.step_s)
-        print(f"{plural(2 * MIN_ROUNDS, 'run')} of the job with {action.title} and without it", flush=True)
-        speeds: dict[str, list[float]] = {before.label: [], after.label: []}
-        for _, variant in in_rounds((before, after), MIN_ROUNDS):
-            factor = action.batch_factor if variant is after else 1
-            run = self.run(variant, max(MIN_STEPS, steps // factor), limit_s=self._budget_s)
-            if run.state != "done":
-                return Tried(action, None, f"the job did not run {variant.label}: {run.note}")
-            speeds[variant.label].append(run.figures.get("samples_per_s", factor / run.figures["step_s"]))
-        return Tried(action, ratio(speeds[after.label], speeds[before.label]))
+        return self.runner.run(trial, number, keep=self._kept)
 
 
 def steps_of(seconds: float, step_s: float) -> int:

@@ -65,7 +65,7 @@ class Pair:
 
     @cached_property
     def gaps(self) -> Mapping[int, float]:
-        """The largest relative difference of a parameter, by step; 0: the same bits."""
+        """The largest relative difference of a parameter, by step, as far as its elements were kept."""
         return {
             when.step: max((apart.relative for apart in unlike), default=0.0)
             for when in self.steps
@@ -79,6 +79,18 @@ class Pair:
     @property
     def same(self) -> bool:
         return not self.findings
+
+    @cached_property
+    def unlike_bits(self) -> Sequence[Finding]:
+        """All that differs in any bit at the first moment at which anything does, whatever is allowed."""
+        exact = expected_tolerance(self.one, self.other, 0.0)
+        return self.findings if self.allowed.exact else _find_differences(self.one, self.other, exact)
+
+    @cached_property
+    def steps_of_same_parameters(self) -> set[int]:
+        """The steps after which every bit of all parameters is the same, also of elements that were not kept."""
+        unlike = (find_unlike_tensors(self.one, self.other, when, "parameters") for when in self.steps)
+        return {when.step for when, findings in zip(self.steps, unlike, strict=True) if not any(findings)}
 
     @property
     def at_start(self) -> bool:

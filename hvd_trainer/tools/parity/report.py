@@ -78,9 +78,11 @@ def _notes(traces: Sequence[Trace], pairs: Sequence[Pair], folder: Path) -> Iter
 def verdict(pair: Pair) -> Verdict:
     """Return the verdict in one sentence, with its details."""
     steps, gap = plural(len(pair.gaps), "step"), max(pair.gaps.values(), default=0.0)
-    if pair.same and gap:
+    if pair.same and pair.unlike_bits:
         apart = f"Parameters are up to {gap:.1e} apart; allowed are {pair.allowed}"
-        return Verdict(f"{pair.name}: alike through {steps}. {apart}", "sure", badge="ALIKE")
+        unlike = pair.unlike_bits[0]
+        differs = f"The first bits that differ, {unlike.when}, are those of {_subject(unlike)}."
+        return Verdict(f"{pair.name}: alike through {steps}. {apart}", "sure", [differs], badge="ALIKE")
     if pair.same:
         text = f"{pair.name}: the same bits through {steps}"
         text += "" if pair.allowed.exact else ", though they need not be"
@@ -164,9 +166,11 @@ def _tables(traces: Sequence[Trace], pairs: Sequence[Pair]) -> Iterator[Table]:
     rows = []
     for when in steps:
         values = (get(trace, when) if when in trace.steps else None for _, trace, get in figures)
-        gaps = (pair.gaps.get(when.step) for pair in pairs)
         cells = ["-" if value is None else f"{value:.7g}" for value in values]
-        cells += ["-" if gap is None else f"{gap:.1e}" if gap else "same bits" for gap in gaps]
+        for pair in pairs:
+            gap = pair.gaps.get(when.step)
+            is_same = when.step in pair.steps_of_same_parameters
+            cells.append("-" if gap is None else "same bits" if is_same else f"{gap:.1e}")
         rows.append([str(when.step), *cells])
     yield Table("Step by step, and how far the parameters are apart", columns, rows, words=())
 

@@ -10,6 +10,7 @@ import pytest
 from compared import RAN
 from pages import open_page
 
+from hvd_trainer.measure.chart import draw_lines
 from hvd_trainer.measure.report import Report, Table, Verdict
 from hvd_trainer.measure.stats import ratio
 
@@ -65,6 +66,14 @@ def test_button_copies_what_to_type(browser: Any, tmp_path: Path) -> None:
     page.get_by_role("button", name=f"Copy: {REPORT.advice[0]}").click()
     page.get_by_text("Copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == REPORT.advice[0]
+
+
+def test_names_of_lines_are_drawn_as_they_are() -> None:
+    """Those with `_` in front were left out of the legend, and `$` ended in a ValueError."""
+    lines = {"_own": [(1, 1.0), (2, 0.1)], "a$x_{$": [(1, 2.0), (2, 0.2)]}
+    (drawn,) = draw_lines("loss", "", lines, across="step $x_{$", log=True, marks=[(1, "$x_{$")])
+    for text in (*lines, "step $x_{$", " $x_{$", "1e+00"):
+        assert f">{text}</text>" in drawn.svg, text
 
 
 def test_interval_is_drawn_around_one() -> None:

@@ -15,6 +15,7 @@ from made_traces import make_trace, multiply
 from pages import find_barriers, open_page
 
 from hvd_trainer.cli import main
+from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.stack_record import MAIN, Frame, Record, StackCount
 from hvd_trainer.tools.diagnose.evidence import Evidence
 from hvd_trainer.tools.diagnose.profile import RankProfile
@@ -50,8 +51,9 @@ def write_diagnosis(folder: Path) -> Path:
         known |= {"major_faults": 0, "queued_s": 0.0, "durations": [0.06] * 50, "seconds": 3.0}
         return RankProfile([Record(**known, frames=[loop, module, sleep], stacks=stacks)])
 
+    normal = MeasuredTrial(job=["train.py"], engine="ddp", ranks=2)
     evidence = Evidence(profiles=[rank("forward", "callback"), rank("forward", "collective")], cores=2)
-    conclude(Diagnosis(ran=RAN, evidence=evidence)).write(folder, "diagnosis")
+    conclude(Diagnosis(ran=RAN, evidence=evidence, normal=normal)).write(folder, "diagnosis")
     return folder / "diagnosis.html"
 
 

@@ -155,6 +155,24 @@ def test_equal_runs_have_no_findings() -> None:
     assert pair.gaps == {1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0}
 
 
+def test_bits_are_the_same_only_where_all_are() -> None:
+    """Elements that were not kept, and gradients within what is allowed, were said to be THE SAME BITS."""
+    gpu = {"device": "cuda"}
+    one, other = make_trace("horovod", facts=gpu), make_trace("ddp", facts=gpu)
+    for snapshots in other.ranks:
+        for moment in (Moment(2, 1), Moment(3, 1)):
+            snapshots[moment].line["checksums"]["parameters"]["a.weight"] = "of other elements"
+    said = verdict(pair := Pair.compare(one, other))
+    assert pair.same
+    assert (said.badge, said.text.partition(".")[0]) == ("ALIKE", "horovod and ddp: alike through 4 steps")
+    assert said.details == ["The first bits that differ, in step 2, are those of the parameters (1 of 3 differ)."]
+    (table,) = report_on([pair]).tables
+    assert [row[-1] for row in table.rows] == ["same bits", "0.0e+00", "0.0e+00", "same bits"]
+    gradients = make_trace("ddp", {"step 4": multiply(1 + 1e-7, "gradients")}, facts=gpu)
+    assert verdict(Pair.compare(one, gradients)).badge == "ALIKE"
+    assert verdict(Pair.compare(one, make_trace("ddp", facts=gpu))).badge == "THE SAME BITS"
+
+
 @pytest.mark.parametrize(
     ("samples", "suspect"),
     [

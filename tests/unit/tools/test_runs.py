@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure import machine
 from hvd_trainer.measure.command import read_command, read_job
 from hvd_trainer.measure.failure_reason import why_it_failed
 from hvd_trainer.measure.figures import are_figures, last_loss, speed
@@ -59,6 +60,9 @@ def test_reports_are_json_without_nan_and_infinity() -> None:
     assert json.loads(to_json(report)) == wanted
 
 
+OUT_OF_MEMORY = "Traceback (most recent call last):\n  File x\n    line\ntorch.OutOfMemoryError: 2 GiB\n"
+
+
 @pytest.mark.parametrize(
     ("message", "output", "reason"),
     [
@@ -78,6 +82,25 @@ def test_reports_are_json_without_nan_and_infinity() -> None:
         # A program that says nothing behind "error:" was an IndexError of the tool.
         (None, "error: \n\n", "exit code 3"),
         ("", "error: \n\nValueError: no data\n", "ValueError: no data"),
+        # A handled exception hid the one that ended the rank, and so did the ranks that lost it.
+        (None, "ImportError: no flash_attn, without it\n" + OUT_OF_MEMORY, "torch.OutOfMemoryError: 2 GiB"),
+        (
+            None,
+            "".join(f"[1]<stderr>:{line}\n" for line in ("ImportError: none", *OUT_OF_MEMORY.splitlines()))
+            + "[0]<stderr>:RuntimeError: Connection closed by peer\nRuntimeError: a process exited\n",
+            "torch.OutOfMemoryError: 2 GiB",
+        ),
+        (
+            None,
+            "".join(f"[rank1]: {line}\n" for line in OUT_OF_MEMORY.splitlines()) + "RuntimeError: gone\n",
+            "torch.OutOfMemoryError: 2 GiB",
+        ),
+        (
+            None,
+            f"{OUT_OF_MEMORY}Exception ignored in: <function Loader.__del__>\nTraceback (most recent call last):\n"
+            "  File x\nAttributeError: it is gone\n",
+            "torch.OutOfMemoryError: 2 GiB",
+        ),
     ],
 )
 def test_failure_reason_is_one_line(message: str | None, output: str, reason: str, tmp_path: Path) -> None:
@@ -257,6 +280,17 @@ def test_run_all_gives_up_what_fails(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert second.startswith("2/4  round 1, python: failed: exit code 1, about ")
     assert third == "4/4  round 2, python: well"
     assert len(runner.to_do([good, bad], 3, retry_failed=False)) == 1
+
+
+def test_programs_that_use_no_core_are_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load of the machine was told, which is that of the tool's own trials in the minutes before."""
+    monkeypatch.setattr("os.getloadavg", lambda: (9.0, 9.0, 9.0))
+    monkeypatch.setattr(machine, "WATCH_S", 0.1)
+    monkeypatch.setattr(machine, "cpu_ids", lambda: [0, 1])
+    for used, warning in ((0.0, ""), (0.3, "other programs keep 2.0 of 2 cores busy here")):
+        seconds = iter([100.0, 100.0 + used])
+        monkeypatch.setattr(machine, "cpu_seconds", lambda *_, seconds=seconds: next(seconds))
+        assert machine.busy_warning().partition(":")[0] == warning
 
 
 def test_launched_ends_all_processes(tmp_path: Path) -> None:

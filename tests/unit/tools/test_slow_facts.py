@@ -87,6 +87,22 @@ def test_what_an_engine_exchanges_is_not_the_users() -> None:
     assert calls.counts == {}
 
 
+@pytest.mark.usefixtures("patched", "group")
+def test_a_compiled_graph_stays_whole() -> None:
+    """`torch.compile(fullgraph=True)` ended at the clock that timed a collective."""
+    calls = CollectiveCalls()
+    calls.install()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def total(value: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(value)
+        return 2 * value
+
+    assert total(torch.ones(2)).tolist() == [2, 2]
+    dist.all_reduce(torch.ones(2))
+    assert [name for name, _ in calls.counts] == ["all_reduce"]
+
+
 class Squares(torch.utils.data.Dataset[int]):
     def __len__(self) -> int:
         return 4
