@@ -15,9 +15,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-from torch import nn
-
 from hvd_trainer.backends import StepResult
 from hvd_trainer.data import Batch, samples_taken
 from hvd_trainer.data.step_batches import StepBatches, repeat_first
@@ -28,7 +25,7 @@ from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.observe.progress import Bar
 from hvd_trainer.observe.summary import epoch_line, summary_line
 from hvd_trainer.optim.learning_rate import step_scheduler
-from hvd_trainer.optim.loss_module import set_training
+from hvd_trainer.optim.loss_module import modules_of, set_training
 from hvd_trainer.optim.reproducible import deterministic_algorithms
 from hvd_trainer.training.interrupts import Interrupts
 from hvd_trainer.training.run import TrainingRun
@@ -81,7 +78,6 @@ class TrainingLoop:
             activity.long_limit_s = activity.step_limit_s = run.options.engine.startup_timeout_s
             while not run.is_over:
                 record, is_complete = self._train_epoch()
-                record |= self._evaluate()
                 self._finish_epoch(record, is_complete=is_complete)
                 self._records.append(record)
             if not self._records and run.progress.figures:  # of a finished run in another log folder
@@ -91,7 +87,11 @@ class TrainingLoop:
         activity.enter("trained")
 
     def _train_epoch(self) -> tuple[dict[str, Any], bool]:
-        """Train on the rest of an epoch; return its record, and whether all of its batches were trained on."""
+        """Train on the rest of an epoch, and evaluate.
+
+        Returns:
+            The record of the epoch, and whether all of its batches were trained on.
+        """
         run, progress = self._run, self._run.progress
         set_training(run.model, run.loss, True)
         run.backend.activity.enter("epoch")
@@ -112,14 +112,16 @@ class TrainingLoop:
             run.manager.at_end_of_run(meter)
         run.step.guard.check()
         run.backend.activity.enter("epoch")
+        samples, seconds = progress.samples - samples_before, time.perf_counter() - self._epoch_began
+        speed = {"seconds": seconds, "samples_per_s": samples / seconds} | run.placement.figures(seconds)
+        # Before the meter brings the ranks' figures together: a job that is stopped in it saves each rank's own.
+        val_figures = self._evaluate(meter)
+        for module in modules_of(run.model, run.loss):
+            run.backend.synchronize_buffers(module)
         figures = meter.compute()
-        samples = progress.samples - samples_before
         if samples and not figures["samples"]:
             raise NonFiniteError(f"Every step of epoch {progress.epoch + 1} was skipped: no gradient was finite")
-        seconds = time.perf_counter() - self._epoch_began
-        speed = {"seconds": seconds, "samples_per_s": samples / seconds}
-        record = self._position() | add_prefix("train", figures) | speed | run.placement.figures(seconds)
-        return record, is_complete
+        return self._position() | add_prefix("train", figures) | speed | val_figures, is_complete
 
     def _make_meter(self) -> Meter:
         """Return the meter of an epoch; of a restored one with what its metrics had gathered."""
@@ -203,24 +205,14 @@ class TrainingLoop:
         shared = bool(self._run.stop_condition.figure)
         return self._run.backend.collectives.broadcast_object(figures) if shared else figures
 
-    @torch.no_grad()
-    def _evaluate(self) -> dict[str, float]:
-        """Return loss and metrics over the whole validation set, each sample counted once; empty without one."""
-        run, activity = self._run, self._run.backend.activity
-        activity.enter("epoch")
-        if run.options.train.reproducible is None:
-            run.backend.synchronize_buffers(run.model)
-            if isinstance(run.loss, nn.Module):
-                run.backend.synchronize_buffers(run.loss)
-        if run.val_loader is None:
-            return {}
-        set_training(run.model, run.loss, False)
-        meter = Meter(run.metrics, run.backend)
-        for batch in run.placement.evaluation(run.val_loader):
-            run.step.evaluate(batch, meter)
-            activity.enter("evaluate")
-        activity.enter("epoch")
-        return add_prefix("val", meter.compute())
+    def _evaluate(self, meter: Meter) -> dict[str, float]:
+        """Return loss and metrics over the whole validation set, each sample counted once; empty without one.
+
+        Args:
+            meter: of the running epoch.
+        """
+        evaluation = self._run.evaluation
+        return {} if evaluation is None else add_prefix("val", self._interrupts.evaluate(evaluation, meter))
 
     def _finish(self, started: float) -> None:
         """Write the weights and the record of the end, and say what came of the run."""

@@ -46,6 +46,7 @@ from hvd_trainer.optim.reproducible import ReproducibleStep
 from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.stage_placement import make_placement
+from hvd_trainer.training.evaluation import Evaluation
 from hvd_trainer.training.fit_rules import batch_mistakes, fit_mistakes
 
 
@@ -125,6 +126,7 @@ class TrainingRun(RunView):
                 self._make_loader(inputs.val_data, drawn_val, inputs, shuffle=False) if has_val else None
             )
             self.step = self._make_step(inputs)
+            self.evaluation = self._make_evaluation()
             self.optimizer = self.step.optimizer
             self.scheduler = make_scheduler(inputs.scheduler, self.optimizer)
             replicated = None if self.placement.is_sharded else self.optimizer
@@ -199,6 +201,12 @@ class TrainingRun(RunView):
             seed=train.seed,
             find_unused_parameters=self.options.engine.find_unused_parameters,
         )
+
+    def _make_evaluation(self) -> Evaluation | None:
+        """Return the evaluation on the validation data; None without."""
+        if self.val_loader is None:
+            return None
+        return Evaluation(self.backend, self.placement, self.model, self.step, self.val_loader, self.metrics)
 
     def _make_state(self) -> TrainState:
         """Return what collects and restores the contents of a checkpoint."""
