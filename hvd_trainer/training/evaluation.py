@@ -14,7 +14,7 @@ from hvd_trainer.data import Batch, Loader
 from hvd_trainer.observe.metric_objects import MetricObject
 from hvd_trainer.observe.metrics import Meter, Metric
 from hvd_trainer.optim.loss_module import modules_of, set_training
-from hvd_trainer.optim.step import TrainStep
+from hvd_trainer.optim.step import EvaluationStep
 from hvd_trainer.parallel.placement import ModelPlacement
 from hvd_trainer.utils.rng import isolated_rng
 
@@ -35,7 +35,7 @@ class Evaluation:
         backend: Backend,
         placement: ModelPlacement,
         model: nn.Module,
-        step: TrainStep,
+        step: EvaluationStep,
         loader: Loader,
         metrics: Mapping[str, Metric],
     ) -> None:

@@ -81,13 +81,17 @@ def batch_mistakes(options: TrainerOptions, plan: BatchPlan, data: Any) -> Itera
         )
 
 
-def _without_place_for_loss(options: TrainerOptions, backend: Backend) -> str | None:
-    """Return the option that keeps a loss from being trained; None if none does."""
+def cutting_option(options: TrainerOptions, backend: Backend) -> str | None:
+    """Return the option that leaves each rank only a part of the model, or of a batch; None if none does."""
     if options.parallel.is_staged:
         return options.parallel.cut_by
-    if options.parallel.shard == "full" and len(backend.replica_group) > 1:
-        return "--shard full"
-    return "--backend data-parallel" if backend.num_replicas > 1 else None
+    return "--shard full" if options.parallel.shard == "full" and len(backend.replica_group) > 1 else None
+
+
+def _without_place_for_loss(options: TrainerOptions, backend: Backend) -> str | None:
+    """Return the option that keeps a loss from being trained; None if none does."""
+    alone = "--backend data-parallel" if backend.num_replicas > 1 else None
+    return cutting_option(options, backend) or alone
 
 
 def _device_mistakes(options: TrainerOptions, backend: Backend) -> Iterator[str]:

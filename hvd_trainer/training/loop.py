@@ -26,7 +26,7 @@ from hvd_trainer.observe.progress import Bar
 from hvd_trainer.observe.summary import epoch_line, summary_line
 from hvd_trainer.optim.learning_rate import step_scheduler
 from hvd_trainer.optim.loss_module import modules_of, set_training
-from hvd_trainer.optim.reproducible import deterministic_algorithms
+from hvd_trainer.optim.reproducible import computing
 from hvd_trainer.training.interrupts import Interrupts
 from hvd_trainer.training.run import TrainingRun
 from hvd_trainer.utils import accelerator
@@ -60,16 +60,13 @@ class TrainingLoop:
             RescaleError: ranks are about to come or go.
             NonFiniteError: a loss or a gradient was not finite.
         """
-        run, activity, train = self._run, self._run.backend.activity, self._run.options.train
+        run, activity = self._run, self._run.backend.activity
         freeze_objects(run.backend.world)
         with ExitStack() as stack:
             stack.enter_context(run.manager.open_writer())
             stack.callback(self._lift_time_limits)
             stack.enter_context(self._interrupts.listen())
-            if train.tf32:
-                stack.enter_context(accelerator.tf32())
-            if train.reproducible is not None:
-                stack.enter_context(deterministic_algorithms(run.device))
+            stack.enter_context(computing(run.options.train, run.device))
             for observer in run.observers:
                 stack.enter_context(observer.around_training(run))
             started = time.perf_counter()

@@ -28,7 +28,7 @@ from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.checks import refuse
 from hvd_trainer.config.figures import StopCondition
 from hvd_trainer.config.options import TrainerOptions
-from hvd_trainer.data import DrawnBatches, Loader, LoaderPlan, draw_batches, make_loader
+from hvd_trainer.data import DrawnBatches, draw_batches
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import observer
 from hvd_trainer.observe.callback import Callback, Observer, RunView, with_state
@@ -48,6 +48,7 @@ from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.stage_placement import make_placement
 from hvd_trainer.training.evaluation import Evaluation
 from hvd_trainer.training.fit_rules import batch_mistakes, fit_mistakes
+from hvd_trainer.training.loading import Loading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,12 +120,20 @@ class TrainingRun(RunView):
             self.callbacks = [*inputs.callbacks, *self.observers]
             # Trackers neither end a training nor change its data.
             self.has_callbacks = any(not isinstance(callback, Tracker) for callback in inputs.callbacks)
-            has_val = inputs.val_data is not None
-            self.train_loader = self._make_loader(inputs.train_data, drawn, inputs, shuffle=True)
-            drawn_val = draw_batches(inputs.val_data, backend, options.train.seed)
-            self.val_loader = (
-                self._make_loader(inputs.val_data, drawn_val, inputs, shuffle=False) if has_val else None
+            loading = Loading(
+                backend=backend,
+                train=options.train,
+                plan=self.plan,
+                shard=self.placement.shard,
+                collate=inputs.collate,
+                batch_transform=inputs.batch_transform,
+                renew_workers=self.has_callbacks,
             )
+            self.train_loader = loading.make_loader(inputs.train_data, drawn, shuffle=True)
+            self.val_loader = None
+            if inputs.val_data is not None:
+                drawn_val = draw_batches(inputs.val_data, backend, options.train.seed)
+                self.val_loader = loading.make_loader(inputs.val_data, drawn_val, shuffle=False)
             self.step = self._make_step(inputs)
             self.evaluation = self._make_evaluation()
             self.optimizer = self.step.optimizer
@@ -151,23 +160,6 @@ class TrainingRun(RunView):
         plan = BatchPlan.of(self.options.train, replicas, whole if drawn is None else drawn.batch_size)
         refuse(batch_mistakes(self.options, plan, data))
         return plan
-
-    def _make_loader(self, data: Any, drawn: DrawnBatches | None, inputs: FitInputs, *, shuffle: bool) -> Loader:
-        train = self.options.train
-        loader_plan = LoaderPlan(
-            batch_size=self.plan.batch_size * self.backend.num_replicas,
-            seed=train.seed,
-            shuffle=shuffle,
-            virtual_ranks=train.reproducible,
-            accumulate=train.accumulate,
-            shard=self.placement.shard,
-            num_workers=train.workers,
-            prefetch=train.prefetch,
-            batch_transform=inputs.batch_transform,
-            renew_workers=self.has_callbacks,
-            drawn=drawn,
-        )
-        return make_loader(data, self.backend, loader_plan, collate=inputs.collate)
 
     def _make_step(self, inputs: FitInputs) -> TrainStep:
         """Connect the model to the engine, and return the step that trains it. A collective."""

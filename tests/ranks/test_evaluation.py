@@ -16,10 +16,10 @@ import torch
 from combinations import case
 from launchers import run_ranks
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from trainings import digest, options_of, signs
 
-from hvd_trainer import PreemptedError, Trainer
+from hvd_trainer import Callback, OptionError, PreemptedError, RunView, Trainer, accuracy
 
 pytestmark = pytest.mark.warm
 
@@ -145,3 +145,191 @@ def test_signal_stops_an_evaluation(backend: str, size: int, tmp_path: Path) -> 
         assert rank["resumed"]["weights"] == rank["whole"]["weights"]
         assert rank["resumed"]["records"] == rank["whole"]["records"]
         assert math.isfinite(rank["whole"]["records"][-1][0])
+
+
+# trainer.evaluate
+
+
+class Items(Dataset[tuple[Tensor, Tensor]]):
+    """`signs` one by one."""
+
+    def __init__(self, num: int) -> None:
+        self.data = signs(num)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.data[index]
+
+
+class Flow(IterableDataset[tuple[Tensor, Tensor]]):
+    """`signs` as a stream."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from (signs(self.num)[index] for index in range(self.num))
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("weight", torch.tensor([1.0, 3.0]))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.scale * nn.functional.cross_entropy(outputs, targets, self.weight)
+
+
+def in_pairs(samples: list[Any]) -> Any:
+    inputs, targets = zip(*samples, strict=True)
+    return torch.stack(inputs), torch.stack(targets)
+
+
+def by_size(batch: Any) -> Tensor:
+    return batch[1].sum() + 1
+
+
+class Inside(Callback):
+    """A callback that evaluates after a step and at each epoch's end."""
+
+    def __init__(self, trainer: Trainer, how: dict[str, Any]) -> None:
+        self.trainer, self.how = trainer, how
+        self.inside: list[dict[str, float]] = []
+        self.at_end: list[dict[str, float]] = []
+
+    def evaluate(self, run: RunView) -> dict[str, float]:
+        modes = [module.training for module in run.model.modules()]
+        figures = self.trainer.evaluate(run.model, **self.how)
+        assert [module.training for module in run.model.modules()] == modes
+        return figures
+
+    def on_step_end(self, run: RunView, result: Any) -> None:
+        if run.progress.step == 2:
+            self.inside.append(self.evaluate(run))
+
+    def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
+        self.at_end.append(self.evaluate(run))
+
+
+WAYS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "memory": (signs, {}, {}),
+    "data set": (Items, {}, {"collate": in_pairs, "weight": by_size}),
+    "stream": (Flow, {}, {"batch_transform": torch.neg}),
+    "loader": (lambda num: DataLoader(Items(num), batch_size=6), {}, {}),
+    "bf16": (signs, {"precision": "bf16", "channels_last": True}, {}),
+    "fp16": (signs, {"precision": "fp16"}, {}),
+    "reproducible": (signs, {"reproducible": 4}, {}),
+    "sharded optimizer": (signs, {"shard": "optimizer"}, {}),
+    "a loss with parameters": (signs, {}, {"loss": Scaled}),
+}
+
+
+def evaluated(backend: str, name: str, start: dict[str, Tensor] | None = None) -> dict[str, Any]:
+    """Train from other weights on each rank, and evaluate before, in and after; or only train, from a start."""
+    make, options, how = WAYS[name]
+    torch.seed()
+    model, data = Restless(), make(NUM + 1)
+    loss = how.get("loss", nn.CrossEntropyLoss)()
+    how = {**how, "loss": loss, "metrics": {"accuracy": accuracy, "mean": Mean()}}
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1, momentum=0.9)
+    result: dict[str, Any] = {}
+    with Trainer(options_of(backend, **{"epochs": 2, "batch_size": BATCH, "workers": 0, **options})) as trainer:
+        inside = Inside(trainer, {**how, "data": data})
+        if start is None:
+            result["before"] = trainer.evaluate(model, data=data, **how)
+            result["start"] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        else:
+            model.load_state_dict(start)
+        callbacks = [inside] if start is None else []
+        history = trainer.fit(model, optimizer, train_data=signs(NUM), val_data=data, callbacks=callbacks, **how)
+        result["weights"] = digest(model.state_dict())
+        if start is None:
+            result["after"] = trainer.evaluate(model, data=data, **how)
+    names = ("loss", "accuracy", "mean")
+    result["records"] = [{name: record[f"val_{name}"] for name in names} for record in history]
+    return {**result, "rank": trainer.world.rank, "inside": inside.inside, "at end": inside.at_end}
+
+
+def same_figures(backend: str, names: list[str]) -> tuple[int, dict[str, Any]]:
+    """Train in several ways, with evaluations and without; return figures and weights of both."""
+    results = {}
+    for name in names:
+        results[name] = evaluated(backend, name)
+        rank, start = results[name].pop("rank"), results[name].pop("start")
+        results[name]["undisturbed"] = evaluated(backend, name, start)["weights"]
+    return rank, results
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_evaluate_gives_the_figures_of_a_training(backend: str, size: int) -> None:
+    """And changes no bit of it, before the first step, between two, and at the end of an epoch."""
+    names = [name for name in WAYS if size == 4 or name != "reproducible"]
+    first, *others = run_ranks(same_figures, num_processes=size, args=(backend, names))
+    assert others == [first] * (size - 1)
+    for name in names:
+        way = first[name]
+        everything = [{**record, "samples": NUM + 1} for record in way["records"]]
+        assert way["at end"] == everything, name
+        assert way["after"] == everything[-1], name
+        assert way["before"]["samples"] == way["inside"][0]["samples"] == NUM + 1
+        assert way["before"]["loss"] != way["inside"][0]["loss"] != way["after"]["loss"]
+        assert way["weights"] == way["undisturbed"], name
+
+
+def evaluate_alone(backend: str) -> tuple[int, dict[str, float]]:
+    """Evaluate a model that only rank 0 has loaded."""
+    with Trainer(options_of(backend, batch_size=BATCH)) as trainer:
+        model = Restless().train()
+        torch.manual_seed(trainer.world.rank)
+        for parameter in model.parameters():
+            parameter.data.normal_()
+        figures = trainer.evaluate(model, nn.functional.cross_entropy, signs(NUM), metrics={"accuracy": accuracy})
+        assert model.training
+    return trainer.world.rank, figures
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_evaluate_without_fit_takes_the_weights_of_rank_0(backend: str) -> None:
+    _, alone = evaluate_alone("single")
+    first, *others = run_ranks(evaluate_alone, num_processes=3, args=(backend,))
+    assert others == [first] * 2
+    assert first == pytest.approx(alone, abs=0.05)  # it draws numbers
+    assert first["samples"] == NUM
+
+
+def in_parts(backend: str, **options: Any) -> tuple[int, Any]:
+    """Evaluate a model in parts in a callback; return its figures, those of the record, and the refusal after."""
+    chosen = {"epochs": 1, "batch_size": BATCH, "workers": 0, **options}
+    with Trainer(options_of(backend, **chosen)) as trainer:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        how = {"loss": nn.functional.cross_entropy, "metrics": {"accuracy": accuracy}}
+        inside = Inside(trainer, {**how, "data": signs(NUM)})
+        history = trainer.fit(
+            model, optimizer, train_data=signs(NUM), val_data=signs(NUM), callbacks=[inside], **how
+        )
+        with pytest.raises(OptionError, match="evaluate is for whole models, and --.* cuts them: give the data"):
+            trainer.evaluate(model, data=signs(NUM), **how)
+    record = {"loss": history[-1]["val_loss"], "accuracy": history[-1]["val_accuracy"], "samples": NUM}
+    return trainer.world.rank, (inside.at_end, record)
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "options"),
+    [
+        ("ddp", 2, {"stages": 2}),
+        ("horovod", 4, {"stages": 2}),
+        ("ddp", 3, {"shard": "full"}),
+        ("ddp", 1, {"chunks": 2}),
+    ],
+    ids=str,
+)
+def test_callback_evaluates_a_model_in_parts(backend: str, size: int, options: dict[str, Any]) -> None:
+    for at_end, record in run_ranks(in_parts, num_processes=size, args=(backend,), kwargs=options):
+        assert at_end == [record]
