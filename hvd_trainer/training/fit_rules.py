@@ -50,6 +50,8 @@ def fit_mistakes(
             f"The loss ({type(loss).__name__}) has parameters, which {option} has no place for: leave it out, or "
             "make the loss a part of the model"
         )
+    if options.train.evaluate_every_steps is not None and "val_loss" not in figures:
+        yield "--evaluate-every-steps: this job has nothing to evaluate on. Give fit val_data, or leave it out"
     for typed, figure in _named_figures(options):
         if figure not in figures:
             yield f"{typed}: this job has no {figure}, but {', '.join(sorted(figures))}"

@@ -23,7 +23,7 @@ from hvd_trainer.launch.world import World
 from hvd_trainer.observe.callback import Callback, Observer
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.observe.progress import Bar
-from hvd_trainer.observe.summary import epoch_line, summary_line
+from hvd_trainer.observe.summary import epoch_line, evaluation_line, summary_line
 from hvd_trainer.optim.learning_rate import step_scheduler
 from hvd_trainer.optim.loss_module import modules_of, set_training
 from hvd_trainer.optim.reproducible import computing
@@ -51,6 +51,7 @@ class TrainingLoop:
         self._has_step_callbacks = any(type(one).on_step_end is not Callback.on_step_end for one in of_user)
         # Of this rank's first step, which sets up caches and may compile, and so is no measure of speed.
         self._first_step_s: float | None = None
+        self._evaluates_inside = run.options.train.evaluate_every_steps is not None
 
     def train(self) -> None:
         """Train until the run is over.
@@ -97,10 +98,11 @@ class TrainingLoop:
         batches_of_steps = StepBatches(self._batches(), run.plan.passes)
         samples_before, self._epoch_began = progress.samples, time.perf_counter()
         with Bar(run.log.prints, progress, run.options.train.epochs, run.train_loader.num_samples) as bar:
-            for batches in batches_of_steps:
+            self._evaluate_inside(meter, batches_of_steps)  # where the run was stopped in that evaluation
+            for batches in () if run.is_over else batches_of_steps:
                 with run.rate.apply(run.epochs_done):
                     result = run.step(batches, meter, batches_of_steps.prefetch)
-                self._finish_step(batches, result, meter)
+                self._finish_step(batches, result, meter, batches_of_steps)
                 bar.advance(progress.consumed, meter)
                 if run.is_over:
                     break
@@ -112,7 +114,7 @@ class TrainingLoop:
         samples, seconds = progress.samples - samples_before, time.perf_counter() - self._epoch_began
         speed = {"seconds": seconds, "samples_per_s": samples / seconds} | run.placement.figures(seconds)
         # Before the meter brings the ranks' figures together: a job that is stopped in it saves each rank's own.
-        val_figures = self._evaluate(meter)
+        val_figures = progress.evaluation or self._evaluate(meter)
         for module in modules_of(run.model, run.loss):
             run.backend.synchronize_buffers(module)
         figures = meter.compute()
@@ -140,7 +142,9 @@ class TrainingLoop:
             batches = observer.on_batches(batches)
         return batches
 
-    def _finish_step(self, batches: list[Batch], result: StepResult, meter: Meter) -> None:
+    def _finish_step(
+        self, batches: list[Batch], result: StepResult, meter: Meter, batches_left: StepBatches
+    ) -> None:
         run, progress = self._run, self._run.progress
         samples = sum([samples_taken(batch, run.placement.shard.size) for batch in batches])
         progress.step += 1
@@ -160,6 +164,8 @@ class TrainingLoop:
         if progress.step % run.options.log.log_every == 0:
             self._record("step", self._position() | add_prefix("train", meter.recent()))
             run.step.guard.check()
+        if self._evaluates_inside:
+            self._evaluate_inside(meter, batches_left)
         self._interrupts.after_step(meter)
         activity.enter("data")
 
@@ -210,6 +216,29 @@ class TrainingLoop:
         """
         evaluation = self._run.evaluation
         return {} if evaluation is None else add_prefix("val", self._interrupts.evaluate(evaluation, meter))
+
+    def _evaluate_inside(self, meter: Meter, batches_left: StepBatches) -> None:
+        """Evaluate inside an epoch if that is due after the last step, and let callbacks act on it. A collective.
+
+        Args:
+            meter: of the epoch.
+            batches_left: with none, the epoch's end has an evaluation of its own, as the run's end has.
+        """
+        run, progress, every = self._run, self._run.progress, self._run.options.train.evaluate_every_steps
+        is_due = every is not None and progress.consumed and progress.step % every == 0
+        if not is_due or progress.evaluated == progress.step or run.is_over or batches_left.is_exhausted:
+            return
+        accelerator.synchronize(run.device)  # or the steps in its queue would count as evaluation
+        began = time.perf_counter()
+        record = self._position() | self._evaluate(meter)
+        progress.evaluated = progress.step
+        progress.figures |= self._common_figures(record)
+        run.backend.activity.enter("callback")
+        self._record("evaluation", record)
+        run.say(evaluation_line(record))
+        run.placement.follow_changes(run.step, run.trained)
+        self._interrupts.agree_to_end()
+        self._epoch_began += time.perf_counter() - began
 
     def _finish(self, started: float) -> None:
         """Write the weights and the record of the end, and say what came of the run."""

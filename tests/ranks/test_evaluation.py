@@ -15,9 +15,10 @@ import pytest
 import torch
 from combinations import case
 from launchers import run_ranks
+from records import lines
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from trainings import digest, options_of, signs
+from trainings import StopAfter, StoppedError, digest, fit, options_of, signs
 
 from hvd_trainer import Callback, OptionError, PreemptedError, RunView, Trainer, accuracy
 
@@ -333,3 +334,148 @@ def in_parts(backend: str, **options: Any) -> tuple[int, Any]:
 def test_callback_evaluates_a_model_in_parts(backend: str, size: int, options: dict[str, Any]) -> None:
     for at_end, record in run_ranks(in_parts, num_processes=size, args=(backend,), kwargs=options):
         assert at_end == [record]
+
+
+# --evaluate-every-steps
+
+
+class Counting(Callback):
+    """A callback that counts evaluations in its state, and ends the training after some."""
+
+    def __init__(self, last: int | None = None) -> None:
+        self.count, self.last = 0, last
+
+    def on_record(self, run: RunView, event: str, record: Any) -> None:
+        self.count += event == "evaluation"
+        if self.count == self.last:
+            run.stop(f"after evaluation {self.count}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def often(
+    backend: str,
+    folder: str | None,
+    counting: Counting | None = None,
+    *,
+    signals: int | None = None,
+    stop_after: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train with an evaluation after each third step, until the end, a signal or a step.
+
+    Returns:
+        What this rank then has.
+    """
+    usual = {"evaluate_every_steps": 3, "epochs": 2, "batch_size": BATCH, "workers": 0, "save_every_s": None}
+    chosen = {"log_dir": folder, **usual, **options}
+    history: Any = ()
+    with suppress(PreemptedError), Trainer(options_of(backend, **chosen)) as trainer:
+        rank, size = trainer.world.rank, trainer.world.size
+        model, data = Restless(), Unequal(rank, size, signals)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        metrics = {"mean": Mean()}
+        loss = nn.functional.cross_entropy
+        callbacks = [StopAfter(stop_after)] if counting is None else [counting, StopAfter(stop_after)]
+        data_of = signs(20 * size), data
+        with suppress(StoppedError):
+            history = trainer.fit(model, optimizer, loss, *data_of, metrics=metrics, callbacks=callbacks)
+    names = [f"{split}_{name}" for split in ("train", "val") for name in ("loss", *metrics)]
+    return {
+        "rank": rank,
+        "weights": digest(model.state_dict()),
+        "records": [[record[name] for name in (*names, "step", "samples")] for record in history],
+        "passes": data.passes,
+        "count": 0 if counting is None else counting.count,
+    }
+
+
+def figures_of(folder: Path, event: str) -> list[list[Any]]:
+    names = ("epoch", "step", "samples", "val_loss", "val_mean")
+    return [[line[name] for name in names] for line in lines(folder, event)]
+
+
+def often_and_not(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
+    """Train two epochs of five steps with evaluations and without, and in parts that end in several places."""
+    in_evaluation = {"signals": 3}  # that after step 6, of those after steps 3, 5, 6, 9 and 10
+    parts: dict[str, list[dict[str, Any]]] = {
+        "in an evaluation": [in_evaluation],
+        "again before a save": [in_evaluation, {"stop_after": 7, "resume": "auto"}],
+        "after a save": [{"stop_after": 8, "save_every_steps": 3}],
+        "by steps": [{"max_steps": 6}],
+    }
+    runs = {
+        "without": often(backend, None, evaluate_every_steps=None),
+        "whole": often(backend, f"{folder}/whole", Counting()),
+    }
+    for name, each in parts.items():
+        for options in each:
+            often(backend, f"{folder}/{name}", Counting(), **options)
+        runs[name] = often(backend, f"{folder}/{name}", Counting(), resume="auto")
+    return runs["whole"]["rank"], runs
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_evaluations_inside_epochs_change_nothing(backend: str, size: int, tmp_path: Path) -> None:
+    """Not the weights; and a resumed run has each of them once, also the one in which it was stopped."""
+    first, *others = run_ranks(often_and_not, num_processes=size, args=(backend, str(tmp_path)))
+    evaluations = figures_of(tmp_path / "whole", "evaluation")
+    assert [line[:3] for line in evaluations] == [[1, 3, 12 * size], [2, 6, 24 * size], [2, 9, 36 * size]]
+    for name, run in first.items():
+        assert run["weights"] == first["whole"]["weights"], name
+        assert run["records"] == first["whole"]["records"], name
+        if name != "without":
+            assert run["count"] == 3, name
+            assert figures_of(tmp_path / name, "evaluation") == evaluations, name
+    assert others == [{name: {**run, "rank": rank} for name, run in first.items()} for rank in range(1, size)]
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_callback_ends_the_training_after_an_evaluation(backend: str, tmp_path: Path) -> None:
+    """The record of the epoch that is not complete has the figures of that evaluation, and no further one."""
+    folder = tmp_path / "run"
+    first, *others = run_ranks(ended_by_callback, num_processes=3, args=(backend, str(folder)))
+    assert others == [first] * 2
+    assert first["passes"] == 3
+    assert [record[-2] for record in first["records"]] == [5, 6]
+    end = lines(folder)[-1]
+    assert (end["event"], end["step"], end["stopped"]) == ("end", 6, "after evaluation 2")
+    assert figures_of(folder, "evaluation")[-1] == figures_of(folder, "epoch")[-1]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000000005", "step-000000006"]
+
+
+def ended_by_callback(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
+    run = often(backend, folder, Counting(2))
+    return run.pop("rank"), run
+
+
+def test_until_ends_at_an_evaluation_and_the_best_checkpoint_may_be_of_one(tmp_path: Path) -> None:
+    often("single", str(tmp_path / "all"), save_every_steps=3, keep=1, keep_best="max:val_loss")
+    losses = {
+        line[1]: line[3]
+        for line in [*figures_of(tmp_path / "all", "evaluation"), *figures_of(tmp_path / "all", "epoch")]
+    }
+    assert [*losses] == [3, 6, 9, 5, 10]
+    best = max(losses, key=losses.__getitem__)
+    assert best in (3, 6, 9)
+    kept = {path.name for path in (tmp_path / "all" / "checkpoints").iterdir()}
+    assert kept == {f"step-{best:09d}", "step-000000010"}
+    run = often("single", str(tmp_path / "until"), until=f"val_loss<={losses[6]}")
+    assert run["records"][-1][-2] == min(step for step, loss in losses.items() if loss <= losses[6])
+
+
+def test_evaluations_inside_epochs_need_data() -> None:
+    options = options_of(evaluate_every_steps=2)
+    with pytest.raises(OptionError, match="--evaluate-every-steps: this job has nothing to evaluate on. Give fit"):
+        fit(options, nn.Linear(6, 2), signs(NUM))
+
+
+def test_evaluation_inside_an_epoch_is_printed(logged: Any) -> None:
+    options = options_of(evaluate_every_steps=1, epochs=1, batch_size=NUM // 2, quiet=False)
+    fit(options, nn.Linear(6, 2), signs(NUM), signs(NUM))
+    assert "step 1  val loss " in logged()
