@@ -4,7 +4,8 @@ A batch's way through an epoch:
 
     TrainingLoop._train_epoch   draws the batches of one step (StepBatches) and sets its learning rate
       run.step                  trains on them: optim/step.py, where the engines come in
-      _finish_step              counts their samples; calls callbacks; writes to the log; saves or stops if due
+      _finish_step              counts their samples; calls callbacks; writes to the log; evaluates, saves or stops if
+                                due
 """
 
 from __future__ import annotations
