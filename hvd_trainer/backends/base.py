@@ -202,7 +202,7 @@ class Backend(Engine, ABC):
         if self.options.sync_batch_norm:
             convert_sync_batch_norm(model, self.collectives)
         synchronize(self.collectives, model, optimizer)
-        self._broadcast_tensors([*model.parameters(), *model.buffers()])
+        self.broadcast_module(model)
         self.set_parameter_names(model, optimizer)
 
         def connect() -> nn.Module:
@@ -302,9 +302,13 @@ class Backend(Engine, ABC):
             passes: backward passes of a step, after the last of which a gradient is complete.
             exchange: whether the engine averages the gradients.
         """
-        self._broadcast_tensors([*stage.parameters(), *stage.buffers()])
+        self.broadcast_module(stage)
         exchange = exchange and len(self.replica_group) > 1
         self._connect(stage, lambda: self._connect_stage(stage, passes) if exchange else None)
+
+    def broadcast_module(self, module: nn.Module) -> None:
+        """Give parameters and buffers the values of the replica group's first rank. A collective."""
+        self._broadcast_tensors([*module.parameters(), *module.buffers()])
 
     def _broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Give tensors the values that they have on the replica group's first rank."""

@@ -99,6 +99,7 @@ class CheckpointManager:
         self.log.open_at(
             self.progress.step,
             self.progress.epoch,
+            self.progress.evaluated,
             goes_on=loaded.continues_run,
             finished=is_over(),
             names=self._in_this_fit(self.backend.session.job.names),
@@ -289,7 +290,10 @@ class CheckpointManager:
         return {"saves": self._writer.saves, "save_stall_s": self._writer.stalled_s}
 
     def _save(self, meter: Meter | None, record: Mapping[str, Any] | None = None, *, to_disk: bool) -> None:
-        """Save: inside an epoch with what its metrics have gathered, at its end with the figures of its record."""
+        """Save: inside an epoch with what its metrics have gathered, at its end with the figures of its record.
+
+        Inside an epoch the figures are those of an evaluation after the same step.
+        """
         self.backend.activity.enter("save")
         accelerator.synchronize(self.backend.device)  # or the steps in its queue would count as saving
         began = time.perf_counter()
@@ -302,7 +306,8 @@ class CheckpointManager:
             self.backend.confirm_exchanges()
             self.snapshot.step, self.snapshot.state = step, copied
         if to_disk:
-            figures = {k: v for k, v in (record or {}).items() if k.startswith(("train_", "val_"))}
+            figures = self.progress.evaluation if record is None else record
+            figures = {k: v for k, v in figures.items() if k.startswith(("train_", "val_"))}
             self._writer.submit(began, state, step=step, epoch=epoch, figures=figures)
 
 

@@ -61,8 +61,10 @@ class TrainOptions:
     max_steps: Annotated[Count | None, COMMON] = None
     """end after so many optimizer steps, also inside an epoch; a later run with more continues from there"""
     until: Annotated[str | None, ParsedBy(StopCondition.parse)] = None
-    """'val_accuracy>=0.99' or 'val_loss<=0.05', in quotes: end after the epoch in which a figure is as high, or as
-    low"""
+    """'val_accuracy>=0.99' or 'val_loss<=0.05', in quotes: end after the epoch, or the evaluation in it, in which
+    a figure is as high, or as low"""
+    evaluate_every_steps: Annotated[Count | None, COMMON] = None
+    """evaluate after each n-th step of an epoch, too, and not only at its end"""
     batch_size: Annotated[Count, COMMON] = 128
     """samples per rank and backward pass; times ranks times --accumulate it is the global batch"""
     global_batch_size: Annotated[Count | None, COMMON] = None

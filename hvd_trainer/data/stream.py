@@ -129,9 +129,9 @@ class StreamLoader(Loader):
             if len(begin) > 1:
                 raise DataError(
                     f"{self.name} begins with another sample on each rank, and each was to read all samples and "
-                    f"take its share. If it shares itself out among ranks, write shards_by_rank = True in its "
-                    f"class, or leave that to the trainer. If it draws other numbers on each rank for the same "
-                    f"samples, write shards_by_rank = False."
+                    f"take its share. If it shares itself out among ranks, give it shards_by_rank = True as an "
+                    f"attribute, or leave that to the trainer. If it draws other numbers on each rank for the "
+                    f"same samples, give it shards_by_rank = False."
                 )
         for batch in () if start is None else itertools.chain([start], batches):
             if self._is_compared and batch.first not in (None, own):

@@ -79,9 +79,10 @@ class RunView:
     def stop(self, reason: str) -> None:
         """End the training on all ranks, saved and with exit code 0; any rank may call it.
 
-        From `on_epoch_end` the training ends with that epoch. From `on_step_end` it ends after the same step on
-        all ranks, half a second later as a rule; with one rank, after that step. The reason is printed, and is in
-        the record of the end and in the checkpoint: a run that resumes from there has ended, too.
+        From `on_epoch_end` the training ends with that epoch, and from `on_record` of an evaluation with that.
+        From `on_step_end` it ends after the same step on all ranks, half a second later as a rule; with one rank,
+        after that step. The reason is printed, and is in the record of the end and in the checkpoint: a run that
+        resumes from there has ended, too.
 
         Args:
             reason: one line, such as "val loss has not improved for 3 epochs".
@@ -110,7 +111,11 @@ class Callback:
         """
 
     def on_record(self, run: RunView, event: str, record: Mapping[str, Any]) -> None:
-        """Act on a line of metrics.jsonl, of a step that is logged, an epoch, or the end, on any rank."""
+        """Act on a line of metrics.jsonl, on any rank.
+
+        Args:
+            event: `step` that is logged, `evaluation` inside of an epoch, `epoch`, or `end`.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: numbers, texts, tensors, and lists, tuples and dicts of them.

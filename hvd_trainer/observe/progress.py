@@ -38,14 +38,23 @@ class Progress:
     skipped_steps: int = 0
     """steps left out because the gradient was not finite"""
     figures: dict[str, float] = field(default_factory=dict)
-    """of the epoch that was finished last, such as val_loss"""
+    """of the epoch that was finished last, such as val_loss, or of a later evaluation"""
     lr: float | None = None
     """effective learning rate of the last step; None before the first"""
     stopped: str = ""
     """why a callback has ended the training; empty: none has"""
+    evaluated: int = 0
+    """steps before the newest evaluation inside of an epoch"""
 
     def __post_init__(self) -> None:
         self._unread: Tensor | None = None
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """The figures of an evaluation inside of the epoch, right after the last step; empty if there was none."""
+        if self.evaluated != self.step:
+            return {}
+        return {name: value for name, value in self.figures.items() if name.startswith("val_")}
 
     def count_skipped(self, skipped: bool | Tensor) -> None:
         """Count a step that was left out; one of which only the device knows when `read_skipped` is called."""

@@ -75,13 +75,21 @@ class RunLog:
         return self._run_folder is not None and self._run_folder.belongs_to(names)
 
     def open_at(
-        self, step: int, epoch: int, *, goes_on: bool, finished: bool = False, names: Collection[str] = ()
+        self,
+        step: int,
+        epoch: int,
+        evaluated: int = 0,
+        *,
+        goes_on: bool,
+        finished: bool = False,
+        names: Collection[str] = (),
     ) -> None:
         """Open the records at a position.
 
         Args:
             step: steps done.
             epoch: epochs finished.
+            evaluated: steps before the newest evaluation inside of an epoch.
             goes_on: whether the run in the folder is resumed. Then records of later steps are dropped, since these
                 steps are trained again; else that run is moved into a folder of its own.
             finished: whether nothing is left to train: then the line of its end stays.
@@ -95,7 +103,7 @@ class RunLog:
         file = self.folder / METRICS
         try:
             if goes_on:
-                self.epochs, self.ended = _drop_later(file, step, epoch, finished)
+                self.epochs, self.ended = _drop_later(file, step, epoch, evaluated, finished)
             elif (aside := self._run_folder.set_aside()) is not None:
                 self.info(f"log      the run that was in {self.folder} is now in {aside}")
             self._run_folder.write_names(names)
@@ -168,7 +176,9 @@ class RunLog:
             self._run_folder.close()
 
 
-def _drop_later(file: Path, step: int, epoch: int, finished: bool = False) -> tuple[list[dict[str, Any]], bool]:
+def _drop_later(
+    file: Path, step: int, epoch: int, evaluated: int = 0, finished: bool = False
+) -> tuple[list[dict[str, Any]], bool]:
     """Drop the lines of metrics.jsonl behind a position, which a killed run wrote after its last checkpoint.
 
     Returns:
@@ -182,7 +192,7 @@ def _drop_later(file: Path, step: int, epoch: int, finished: bool = False) -> tu
         # A line longer than any of ours is read in pieces, so that it cannot fill the memory.
         while line := lines.readline(MAX_LINE_BYTES):
             record = _parse(line)
-            if _is_before(record, step, epoch, finished):
+            if _is_before(record, step, epoch, evaluated, finished):
                 kept.write(line.rstrip(b"\n") + b"\n")
                 if record["event"] == "epoch":
                     epochs.append({key: _number(value) for key, value in record.items() if key not in OF_LINE})
@@ -202,11 +212,13 @@ def _parse(line: bytes) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _is_before(record: Mapping[str, Any], step: int, epoch: int, finished: bool) -> bool:
+def _is_before(record: Mapping[str, Any], step: int, epoch: int, evaluated: int, finished: bool) -> bool:
     """Return whether a run that resumes at a position does not write this record again."""
     try:
         if record["event"] == "epoch" and not finished:
             return int(record["epoch"]) <= epoch
+        if record["event"] == "evaluation":
+            return int(record["step"]) <= evaluated
         return record["event"] in ("step", "epoch") and int(record["step"]) <= step
     except (ValueError, KeyError, TypeError, OverflowError):
         return False

@@ -40,8 +40,12 @@ def place_loss(loss: LossFunction, backend: Backend) -> None:
         backend.synchronize_buffers(loss)
 
 
+def modules_of(model: nn.Module, loss: LossFunction) -> list[nn.Module]:
+    """Return a model, and the loss if that is a module."""
+    return [model, loss] if isinstance(loss, nn.Module) else [model]
+
+
 def set_training(model: nn.Module, loss: LossFunction, training: bool) -> None:
     """Put a model, and a loss that is a module, into training or evaluation mode."""
-    model.train(training)
-    if isinstance(loss, nn.Module):
-        loss.train(training)
+    for module in modules_of(model, loss):
+        module.train(training)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from hvd_trainer.backends import StepResult
 from hvd_trainer.backends.buffers import statistics_of
+from hvd_trainer.config.options import TrainOptions
 from hvd_trainer.data import Batch, mean_samples, samples_in
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.optim.step import StepParts, TrainStep
@@ -171,6 +172,17 @@ class TreeSum:
 def set_cublas_workspace() -> None:
     """Make cuBLAS deterministic. It reads this once, at the process's first matrix product on a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextmanager
+def computing(options: TrainOptions, device: torch.device) -> Iterator[None]:
+    """Compute inside as the options say: with `--tf32`, and with `--reproducible`."""
+    with ExitStack() as stack:
+        if options.tf32:
+            stack.enter_context(accelerator.tf32())
+        if options.reproducible is not None:
+            stack.enter_context(deterministic_algorithms(device))
+        yield
 
 
 @contextmanager

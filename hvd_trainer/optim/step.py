@@ -53,29 +53,59 @@ class ForwardResult(NamedTuple):
 
 
 @dataclass(kw_only=True, eq=False)
-class StepParts:
-    """All that a step is made of."""
+class EvaluationStep:
+    """What evaluates a batch."""
 
     backend: Backend
-    train_model: nn.Module
-    """the module to train, as returned by `backend.prepare`"""
     eval_model: nn.Module
     """the module to evaluate, without the engine's wrapper"""
-    optimizer: Optimizer
     loss: LossFunction
-    """returns the mean loss of a batch from outputs and targets; a part of `train_model`, if it has parameters"""
+    """returns the mean loss of a batch from outputs and targets"""
+    precision: str = "fp32"
+    """fp32, bf16 or fp16; in training, fp16 scales the loss"""
+    weight: WeightFunction | None = None
+    """returns a batch's weight in the step and in means; None: its samples"""
+
+    def weigh(self, batch: Batch) -> Tensor | None:
+        """Return a batch's weight, if there is a weight function."""
+        return None if self.weight is None else self._weight_of(self.weight, batch)
+
+    def _weight_of(self, function: WeightFunction, batch: Batch) -> Tensor:
+        weight = weight_of(function, batch, self.backend.device)
+        return weight if samples_in(batch) else torch.zeros_like(weight)
+
+    def evaluate(self, batch: Batch | None, meter: Meter) -> None:
+        """Add loss and metrics of one batch to the meter, without gradients.
+
+        Args:
+            batch: None where this rank has no batch left and must take part for others, as in
+                `ModelPlacement.evaluation`.
+            meter: counts it.
+        """
+        assert batch is not None
+        inputs, targets = batch
+        weight = self.weigh(batch)
+        with mixed_precision(self.backend.device, self.precision):
+            outputs = self.eval_model(inputs)
+            loss = mean_loss(self.loss, outputs, targets, weight)
+        meter.add(loss, outputs, targets, samples_in(batch), weight)
+
+
+@dataclass(kw_only=True, eq=False)
+class StepParts(EvaluationStep):
+    """All that a step is made of; the loss is a part of `train_model`, if it has parameters."""
+
+    train_model: nn.Module
+    """the module to train, as returned by `backend.prepare`"""
+    optimizer: Optimizer
     progress: Progress
     """has the number of the step"""
     guard: NonFiniteGuard
     """checks each step's losses and gradient"""
     max_norm: float | None = None
     """clip the averaged gradient's norm to this"""
-    precision: str = "fp32"
-    """fp32, bf16 or fp16; fp16 scales the loss"""
     needs_norm: bool = False
     """return the gradient's norm with each step, also where nothing is clipped"""
-    weight: WeightFunction | None = None
-    """returns a batch's weight in the step and in means; None: its samples"""
     exchange: bool = True
     """whether replicas average their gradients"""
 
@@ -143,14 +173,6 @@ class TrainStep(StepParts):
         weights = torch.stack(self._weights)
         factors = fractions(weights, self.mean_weight(weights))
         return [Share(factor, weight) for factor, weight in zip(factors, self._weights, strict=True)]
-
-    def weigh(self, batch: Batch) -> Tensor | None:
-        """Return a batch's weight, if there is a weight function."""
-        return None if self.weight is None else self._weight_of(self.weight, batch)
-
-    def _weight_of(self, function: WeightFunction, batch: Batch) -> Tensor:
-        weight = weight_of(function, batch, self.backend.device)
-        return weight if samples_in(batch) else torch.zeros_like(weight)
 
     def mean_weight(self, weights: Tensor) -> Tensor:
         """Return the weight of a step, over the number of replicas whose gradients are averaged. A collective.
@@ -238,19 +260,3 @@ class TrainStep(StepParts):
     def total_norm(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the norm of the whole gradient from those of this process's parameters."""
         return nn.utils.get_total_norm(grads)
-
-    def evaluate(self, batch: Batch | None, meter: Meter) -> None:
-        """Add loss and metrics of one batch to the meter, without gradients.
-
-        Args:
-            batch: None where this rank has no batch left and must take part for others, as in
-                `ModelPlacement.evaluation`.
-            meter: counts it.
-        """
-        assert batch is not None
-        inputs, targets = batch
-        weight = self.weigh(batch)
-        with self._precision:
-            outputs = self.eval_model(inputs)
-            loss = mean_loss(self.loss, outputs, targets, weight)
-        meter.add(loss, outputs, targets, samples_in(batch), weight)

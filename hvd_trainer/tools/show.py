@@ -99,9 +99,9 @@ class Run:
         return sorted({record["started_at"] for record in self.records})
 
     def curve(self, name: str) -> list[tuple[float, float]]:
-        """Return a figure by steps: of the steps that have it, or else of the epochs."""
-        for event in ("step", "epoch"):
-            rows = [row for row in self.records if row["event"] == event]
+        """Return a figure by steps: of the steps that have it, or else of evaluations and epochs."""
+        for events in (("step",), ("evaluation", "epoch")):
+            rows = [row for row in self.records if row["event"] in events]
             if pairs := [(row["step"], row[name]) for row in rows if isinstance(row.get(name), float)]:
                 return pairs
         return []

@@ -1,4 +1,4 @@
-"""Have all ranks act on a request of one rank after the same step.
+"""Have all ranks act on a request of one rank after the same step, or between two batches of an evaluation.
 
 A signal reaches one rank, clocks differ, and one exchange per step to agree would be too slow. So the ranks poll
 each other a few times a second: after every n-th step, where rank 0 computes n by its clock and sends it along.
@@ -6,6 +6,9 @@ Over a slow link, where a poll itself takes long, they poll less often.
 
     step      1  2  3  4  5  6  7  8  9 10 11 ...
     poll      x  x     x           x              n = 1, 2, 4, ... up to what fits into the interval
+
+In an evaluation ranks may have unequal numbers of batches. One that has none left polls at once, and waits there
+for the others, until no rank has any.
 """
 
 from __future__ import annotations
@@ -31,13 +34,16 @@ class StepConsensus:
         names: all possible requests, the same on every rank.
         interval_s: seconds between two polls where a poll takes no time; if steps take longer, each is followed by
             one.
+
+    Attributes:
+        requested: by this rank, and not yet agreed on.
     """
 
     def __init__(self, backend: Backend, names: Sequence[str], interval_s: float = INTERVAL_S) -> None:
         self._backend = backend
         self._names = tuple(names)
         self._interval_s = interval_s
-        self._requested: set[str] = set()
+        self.requested: set[str] = set()
         self._steps = 1  # between two polls
         self._steps_left = 1
         self._polled_at = time.monotonic()
@@ -45,7 +51,7 @@ class StepConsensus:
 
     def request(self, name: str) -> None:
         """Make a request of this rank part of the next poll. Safe in a signal handler."""
-        self._requested.add(name)
+        self.requested.add(name)
 
     def poll(self, *, now: bool = False) -> frozenset[str]:
         """Return what any rank has requested; empty after steps without a poll.
@@ -53,19 +59,20 @@ class StepConsensus:
         All ranks call it after each step; it is a collective after every n-th.
 
         Args:
-            now: poll whatever the number of the step; for a rank that is the only one.
+            now: poll whatever the number of the step; for a rank that is the only one, or that has no work left.
         """
         self._steps_left -= 1
         if self._steps_left > 0 and not now:
             return frozenset()
-        requested = [name in self._requested for name in self._names]
+        requested = [name in self.requested for name in self._names]
         next_steps = self._steps_to_next_poll() if self._backend.world.is_first else 0
         began = time.monotonic()
         *by_any_rank, steps = self._backend.collectives.all_reduce_numbers([*requested, next_steps], "max")
-        self._poll_s = time.monotonic() - began
+        # A rank without work waits for those that have some, and that costs nothing.
+        self._poll_s = 0.0 if now else time.monotonic() - began
         self._steps = self._steps_left = int(steps)
         answer = frozenset(name for name, yes in zip(self._names, by_any_rank, strict=True) if yes)
-        self._requested -= answer
+        self.requested -= answer
         return answer
 
     def _steps_to_next_poll(self) -> int:

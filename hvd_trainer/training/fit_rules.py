@@ -51,6 +51,8 @@ def fit_mistakes(
             f"The loss ({type(loss).__name__}) has parameters, which {option} has no place for: leave it out, or "
             "make the loss a part of the model"
         )
+    if options.train.evaluate_every_steps is not None and "val_loss" not in figures:
+        yield "--evaluate-every-steps: this job has nothing to evaluate on. Give fit val_data, or leave it out"
     for typed, figure in _named_figures(options):
         if figure not in figures:
             yield f"{typed}: this job has no {figure}, but {', '.join(sorted(figures))}"
@@ -105,13 +107,17 @@ def data_mistakes(options: TrainerOptions, train_loader: Loader, val_loader: Loa
             yield f"{option} needs a data set that knows its length, and {train_loader.name} does not"
 
 
-def _without_place_for_loss(options: TrainerOptions, backend: Backend) -> str | None:
-    """Return the option that keeps a loss from being trained; None if none does."""
+def cutting_option(options: TrainerOptions, backend: Backend) -> str | None:
+    """Return the option that leaves each rank only a part of the model, or of a batch; None if none does."""
     if options.parallel.is_staged:
         return options.parallel.cut_by
-    if options.parallel.shard == "full" and len(backend.replica_group) > 1:
-        return "--shard full"
-    return "--backend data-parallel" if backend.num_replicas > 1 else None
+    return "--shard full" if options.parallel.shard == "full" and len(backend.replica_group) > 1 else None
+
+
+def _without_place_for_loss(options: TrainerOptions, backend: Backend) -> str | None:
+    """Return the option that keeps a loss from being trained; None if none does."""
+    alone = "--backend data-parallel" if backend.num_replicas > 1 else None
+    return cutting_option(options, backend) or alone
 
 
 def _device_mistakes(options: TrainerOptions, backend: Backend) -> Iterator[str]:

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from hvd_trainer.errors import PreemptedError
 from hvd_trainer.faults.elastic import RescaleError
 from hvd_trainer.faults.preemption import StopRequest, listen_for_signals, requeue
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.training.consensus import StepConsensus
+from hvd_trainer.training.evaluation import Evaluation
 from hvd_trainer.training.run import TrainingRun
 
+T = TypeVar("T")
 SAVE, STOP, RESCALE, END = "save", "stop", "rescale", "end"
+LEFT = "left"
+LEAVING = frozenset({STOP, RESCALE})
+"""Requests for which an evaluation is left."""
+
+
+class _InterruptedError(Exception):
+    """All ranks have agreed to leave an evaluation that is not finished."""
 
 
 class Interrupts:
     """Acts on all ranks after the same step on what one rank has noticed. Making one is a collective.
 
+    In an evaluation it acts between two batches, as after the last step.
+
     SAVE      rank 0's clock: the last checkpoint is older than --save-every-s
     STOP      SIGTERM or SIGUSR1 on any rank: save, and end the job
     RESCALE   horovodrun is about to add or remove ranks: remember this step, and leave the world
     END       a callback has called `RunView.stop`: train no further
+    LEFT      in an evaluation: a rank has batches left
     """
 
     def __init__(self, run: TrainingRun) -> None:
@@ -42,8 +55,12 @@ class Interrupts:
         with listen_for_signals(lambda _: self._consensus.request(STOP), self.backend.activity) as self._signal:
             yield
 
-    def after_step(self, meter: Meter) -> None:
+    def after_step(self, meter: Meter, *, now: bool = False) -> None:
         """Save, stop or rescale after this step, as all ranks have agreed. A collective after some steps.
+
+        Args:
+            meter: of the running epoch.
+            now: agree whatever the number of the step; the same on all ranks.
 
         Raises:
             PreemptedError: a signal has stopped the job; everything is saved.
@@ -58,7 +75,7 @@ class Interrupts:
             self._consensus.request(RESCALE)
         if self._run.stop_reason:
             self._consensus.request(END)
-        agreed = self._consensus.poll(now=bool(self._run.stop_reason) and self.backend.world.size == 1)
+        agreed = self._consensus.poll(now=now or (bool(self._run.stop_reason) and self.backend.world.size == 1))
         if self._signal is not None:
             self._signal.granted = STOP in agreed
         if END in agreed:
@@ -69,6 +86,51 @@ class Interrupts:
         if RESCALE in agreed:
             self.manager.wait()  # raises if the last checkpoint of this world could not be written
             raise RescaleError(f"after step {self.progress.step:,}")
+
+    def evaluate(self, evaluation: Evaluation, meter: Meter) -> dict[str, float]:
+        """Return the figures of an evaluation; stop or rescale between two of its batches, as after the last step.
+
+        A resumed run evaluates again.
+
+        Args:
+            meter: of the running epoch.
+
+        Raises:
+            PreemptedError, RescaleError: as `after_step`.
+        """
+        try:
+            return evaluation(self._between_batches)
+        except _InterruptedError:
+            pass  # what it has changed is restored now
+        self.after_step(meter, now=True)
+        raise AssertionError("all ranks have agreed to stop or to rescale")
+
+    def _between_batches(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield this rank's batches of an evaluation. A collective after some of them, and when none is left.
+
+        Raises:
+            _InterruptedError: all ranks have agreed to leave it.
+        """
+        if not self.manager.is_enabled and self.backend.session.driver is None:
+            yield from batches
+            return
+        consensus = StepConsensus(self.backend, [LEFT, STOP, RESCALE])
+        for batch in batches:
+            yield batch
+            consensus.request(LEFT)
+            self._poll_in_evaluation(consensus)
+        while LEFT in self._poll_in_evaluation(consensus, now=True):
+            pass
+
+    def _poll_in_evaluation(self, consensus: StepConsensus, *, now: bool = False) -> frozenset[str]:
+        driver = self.backend.session.driver
+        if driver is not None and driver.hosts_changed.is_set():
+            self._consensus.request(RESCALE)
+        consensus.requested |= self._consensus.requested & LEAVING
+        agreed = consensus.poll(now=now)
+        if agreed & LEAVING:
+            raise _InterruptedError
+        return agreed
 
     def agree_to_end(self) -> None:
         """End the training here if a callback of any rank has called `RunView.stop`. A collective."""

@@ -4,7 +4,8 @@ A batch's way through an epoch:
 
     TrainingLoop._train_epoch   draws the batches of one step (StepBatches) and sets its learning rate
       run.step                  trains on them: optim/step.py, where the engines come in
-      _finish_step              counts their samples; calls callbacks; writes to the log; saves or stops if due
+      _finish_step              counts their samples; calls callbacks; writes to the log; if due, evaluates, saves
+                                or stops
 """
 
 from __future__ import annotations
@@ -15,9 +16,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-from torch import nn
-
 from hvd_trainer.backends import StepResult
 from hvd_trainer.data import Batch, samples_taken
 from hvd_trainer.data.step_batches import StepBatches
@@ -26,9 +24,9 @@ from hvd_trainer.launch.world import World
 from hvd_trainer.observe.callback import Callback, Observer
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.observe.progress import Bar
-from hvd_trainer.observe.summary import epoch_line, summary_line
-from hvd_trainer.optim.loss_module import set_training
-from hvd_trainer.optim.reproducible import deterministic_algorithms
+from hvd_trainer.observe.summary import epoch_line, evaluation_line, summary_line
+from hvd_trainer.optim.loss_module import modules_of, set_training
+from hvd_trainer.optim.reproducible import computing
 from hvd_trainer.training.interrupts import Interrupts
 from hvd_trainer.training.run import TrainingRun
 from hvd_trainer.utils import accelerator
@@ -53,6 +51,7 @@ class TrainingLoop:
         self._has_step_callbacks = any(type(one).on_step_end is not Callback.on_step_end for one in of_user)
         # Of this rank's first step, which sets up caches and may compile, and so is no measure of speed.
         self._first_step_s: float | None = None
+        self._evaluates_inside = run.options.train.evaluate_every_steps is not None
 
     def train(self) -> None:
         """Train until the run is over.
@@ -62,16 +61,13 @@ class TrainingLoop:
             RescaleError: ranks are about to come or go.
             NonFiniteError: a loss or a gradient was not finite.
         """
-        run, activity, train = self._run, self._run.backend.activity, self._run.options.train
+        run, activity = self._run, self._run.backend.activity
         freeze_objects(run.backend.world)
         with ExitStack() as stack:
             stack.enter_context(run.manager.open_writer())
             stack.callback(self._lift_time_limits)
             stack.enter_context(self._interrupts.listen())
-            if train.tf32:
-                stack.enter_context(accelerator.tf32())
-            if train.reproducible is not None:
-                stack.enter_context(deterministic_algorithms(run.device))
+            stack.enter_context(computing(run.options.train, run.device))
             for observer in run.observers:
                 stack.enter_context(observer.around_training(run))
             started = time.perf_counter()
@@ -80,7 +76,6 @@ class TrainingLoop:
             activity.long_limit_s = activity.step_limit_s = run.options.engine.startup_timeout_s
             while not run.is_over:
                 record, is_complete = self._train_epoch()
-                record |= self._evaluate()
                 self._finish_epoch(record, is_complete=is_complete)
                 self._records.append(record)
             if not self._records and run.progress.figures:  # of a finished run in another log folder
@@ -90,7 +85,11 @@ class TrainingLoop:
         activity.enter("trained")
 
     def _train_epoch(self) -> tuple[dict[str, Any], bool]:
-        """Train on the rest of an epoch; return its record, and whether all of its batches were trained on."""
+        """Train on the rest of an epoch, and evaluate.
+
+        Returns:
+            The record of the epoch, and whether all of its batches were trained on.
+        """
         run, progress = self._run, self._run.progress
         set_training(run.model, run.loss, True)
         run.backend.activity.enter("epoch")
@@ -99,10 +98,11 @@ class TrainingLoop:
         batches_of_steps = StepBatches(self._batches(), run.plan.passes)
         samples_before, self._epoch_began = progress.samples, time.perf_counter()
         with Bar(run.log.prints, progress, run.options.train.epochs, run.train_loader.num_samples) as bar:
-            for batches in batches_of_steps:
+            self._evaluate_inside(meter, batches_of_steps)  # where the run was stopped in that evaluation
+            for batches in () if run.is_over else batches_of_steps:
                 with run.rate.apply(run.epochs_done):
                     result = run.step(batches, meter, batches_of_steps.prefetch)
-                self._finish_step(batches, result, meter)
+                self._finish_step(batches, result, meter, batches_of_steps)
                 bar.advance(progress.consumed, meter)
                 if run.is_over:
                     break
@@ -111,14 +111,16 @@ class TrainingLoop:
             run.manager.at_end_of_run(meter)
         run.step.guard.check()
         run.backend.activity.enter("epoch")
+        samples, seconds = progress.samples - samples_before, time.perf_counter() - self._epoch_began
+        speed = {"seconds": seconds, "samples_per_s": samples / seconds} | run.placement.figures(seconds)
+        # Before the meter brings the ranks' figures together: a job that is stopped in it saves each rank's own.
+        val_figures = progress.evaluation or self._evaluate(meter)
+        for module in modules_of(run.model, run.loss):
+            run.backend.synchronize_buffers(module)
         figures = meter.compute()
-        samples = progress.samples - samples_before
         if samples and not figures["samples"]:
             raise NonFiniteError(f"Every step of epoch {progress.epoch + 1} was skipped: no gradient was finite")
-        seconds = time.perf_counter() - self._epoch_began
-        speed = {"seconds": seconds, "samples_per_s": samples / seconds}
-        record = self._position() | add_prefix("train", figures) | speed | run.placement.figures(seconds)
-        return record, is_complete
+        return self._position() | add_prefix("train", figures) | speed | val_figures, is_complete
 
     def _make_meter(self) -> Meter:
         """Return the meter of an epoch; of a restored one with what its metrics had gathered."""
@@ -138,7 +140,9 @@ class TrainingLoop:
             batches = observer.on_batches(batches)
         return batches
 
-    def _finish_step(self, batches: list[Batch], result: StepResult, meter: Meter) -> None:
+    def _finish_step(
+        self, batches: list[Batch], result: StepResult, meter: Meter, batches_left: StepBatches
+    ) -> None:
         run, progress = self._run, self._run.progress
         samples = sum([samples_taken(batch, run.placement.shard.size) for batch in batches])
         progress.step += 1
@@ -160,6 +164,8 @@ class TrainingLoop:
         if progress.step % run.options.log.log_every == 0:
             self._record("step", self._position() | add_prefix("train", meter.recent()))
             run.step.guard.check()
+        if self._evaluates_inside:
+            self._evaluate_inside(meter, batches_left)
         self._interrupts.after_step(meter)
         activity.enter("data")
 
@@ -203,24 +209,37 @@ class TrainingLoop:
         shared = bool(self._run.stop_condition.figure or self._run.schedule.figure)
         return self._run.backend.collectives.broadcast_object(figures) if shared else figures
 
-    @torch.no_grad()
-    def _evaluate(self) -> dict[str, float]:
-        """Return loss and metrics over the whole validation set, each sample counted once; empty without one."""
-        run, activity = self._run, self._run.backend.activity
-        activity.enter("epoch")
-        if run.options.train.reproducible is None:
-            run.backend.synchronize_buffers(run.model)
-            if isinstance(run.loss, nn.Module):
-                run.backend.synchronize_buffers(run.loss)
-        if run.val_loader is None:
-            return {}
-        set_training(run.model, run.loss, False)
-        meter = Meter(run.metrics, run.backend)
-        for batch in run.placement.evaluation(run.val_loader):
-            run.step.evaluate(batch, meter)
-            activity.enter("evaluate")
-        activity.enter("epoch")
-        return add_prefix("val", meter.compute())
+    def _evaluate(self, meter: Meter) -> dict[str, float]:
+        """Return loss and metrics over the whole validation set, each sample counted once; empty without one.
+
+        Args:
+            meter: of the running epoch.
+        """
+        evaluation = self._run.evaluation
+        return {} if evaluation is None else add_prefix("val", self._interrupts.evaluate(evaluation, meter))
+
+    def _evaluate_inside(self, meter: Meter, batches_left: StepBatches) -> None:
+        """Evaluate inside an epoch if that is due after the last step, and let callbacks act on it. A collective.
+
+        Args:
+            meter: of the epoch.
+            batches_left: with none, the epoch's end has an evaluation of its own, as the run's end has.
+        """
+        run, progress, every = self._run, self._run.progress, self._run.options.train.evaluate_every_steps
+        is_due = every is not None and progress.consumed and progress.step % every == 0
+        if not is_due or progress.evaluated == progress.step or run.is_over or batches_left.is_exhausted:
+            return
+        accelerator.synchronize(run.device)  # or the steps in its queue would count as evaluation
+        began = time.perf_counter()
+        record = self._position() | self._evaluate(meter)
+        progress.evaluated = progress.step
+        progress.figures |= self._common_figures(record)
+        run.backend.activity.enter("callback")
+        self._record("evaluation", record)
+        run.say(evaluation_line(record))
+        run.placement.follow_changes(run.step, run.trained)
+        self._interrupts.agree_to_end()
+        self._epoch_began += time.perf_counter() - began
 
     def _finish(self, started: float) -> None:
         """Write the weights and the record of the end, and say what came of the run."""

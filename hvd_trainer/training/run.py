@@ -28,7 +28,7 @@ from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.checks import refuse
 from hvd_trainer.config.figures import StopCondition
 from hvd_trainer.config.options import TrainerOptions
-from hvd_trainer.data import DrawnBatches, Loader, LoaderPlan, draw_batches, make_loader
+from hvd_trainer.data import DrawnBatches, draw_batches
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import observer
 from hvd_trainer.observe.callback import Callback, Observer, RunView, with_state
@@ -47,7 +47,9 @@ from hvd_trainer.optim.schedule import Interval, Schedule, Scheduler
 from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.stage_placement import make_placement
+from hvd_trainer.training.evaluation import Evaluation
 from hvd_trainer.training.fit_rules import batch_mistakes, data_mistakes, fit_mistakes
+from hvd_trainer.training.loading import Loading
 from hvd_trainer.training.schedule_rules import Length, length_mistakes, schedule_mistakes
 
 
@@ -130,12 +132,20 @@ class TrainingRun(RunView):
             self.plan = self._make_plan(inputs.train_data, drawn)
             # Trackers neither end a training nor change its data.
             self.has_callbacks = any(not isinstance(callback, Tracker) for callback in inputs.callbacks)
-            has_val = inputs.val_data is not None
-            self.train_loader = self._make_loader(inputs.train_data, drawn, inputs, shuffle=True)
-            drawn_val = draw_batches(inputs.val_data, backend, options.train.seed)
-            self.val_loader = (
-                self._make_loader(inputs.val_data, drawn_val, inputs, shuffle=False) if has_val else None
+            loading = Loading(
+                backend=backend,
+                train=options.train,
+                plan=self.plan,
+                shard=self.placement.shard,
+                collate=inputs.collate,
+                batch_transform=inputs.batch_transform,
+                renew_workers=self.has_callbacks,
             )
+            self.train_loader = loading.make_loader(inputs.train_data, drawn, shuffle=True)
+            self.val_loader = None
+            if inputs.val_data is not None:
+                drawn_val = draw_batches(inputs.val_data, backend, options.train.seed)
+                self.val_loader = loading.make_loader(inputs.val_data, drawn_val, shuffle=False)
             of_batches = batch_mistakes(options, self.plan, inputs.train_data)
             refuse([*of_batches, *data_mistakes(options, self.train_loader, self.val_loader)])
             self.placement.set_batch_size(self.plan.batch_size)
@@ -148,6 +158,7 @@ class TrainingRun(RunView):
             self.observers = list(self._make_observers(message))
             self.callbacks = [*inputs.callbacks, *self.observers]
             self.step = self._make_step(inputs)
+            self.evaluation = self._make_evaluation()
             self.optimizer = self.step.optimizer
             replicated = None if self.placement.is_sharded else self.optimizer
             self.replicas = ReplicaGuard(backend, self.trained, replicated)
@@ -169,23 +180,6 @@ class TrainingRun(RunView):
         whole = data.batch_size if isinstance(data, DataLoader) else None
         replicas = self.placement.shard.size * self.backend.num_replicas
         return BatchPlan.of(self.options.train, replicas, whole if drawn is None else drawn.batch_size)
-
-    def _make_loader(self, data: Any, drawn: DrawnBatches | None, inputs: FitInputs, *, shuffle: bool) -> Loader:
-        train = self.options.train
-        loader_plan = LoaderPlan(
-            batch_size=self.plan.batch_size * self.backend.num_replicas,
-            seed=train.seed,
-            shuffle=shuffle,
-            virtual_ranks=train.reproducible,
-            accumulate=train.accumulate,
-            shard=self.placement.shard,
-            num_workers=train.workers,
-            prefetch=train.prefetch,
-            batch_transform=inputs.batch_transform,
-            renew_workers=self.has_callbacks,
-            drawn=drawn,
-        )
-        return make_loader(data, self.backend, loader_plan, collate=inputs.collate)
 
     def _make_step(self, inputs: FitInputs) -> TrainStep:
         """Connect the model to the engine, and return the step that trains it. A collective."""
@@ -219,6 +213,12 @@ class TrainingRun(RunView):
             seed=train.seed,
             find_unused_parameters=self.options.engine.find_unused_parameters,
         )
+
+    def _make_evaluation(self) -> Evaluation | None:
+        """Return the evaluation on the validation data; None without."""
+        if self.val_loader is None:
+            return None
+        return Evaluation(self.backend, self.placement, self.model, self.step, self.val_loader, self.metrics)
 
     def _make_state(self) -> TrainState:
         """Return what collects and restores the contents of a checkpoint."""

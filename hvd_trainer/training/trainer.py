@@ -42,6 +42,7 @@ from hvd_trainer.optim.reproducible import set_cublas_workspace
 from hvd_trainer.optim.schedule import Interval, Scheduler
 from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.grid import make_grid
+from hvd_trainer.training.lone_evaluation import EvaluationInputs, evaluate
 from hvd_trainer.training.loop import TrainingLoop, freeze_objects
 from hvd_trainer.training.run import FitInputs, TrainingRun
 
@@ -100,6 +101,7 @@ class Trainer:
         self._message = Message.read(os.environ)
         check(self.options, _launch(os.environ))
         self._own_folders: set[Path] = set()
+        self._run: TrainingRun | None = None
         if self.options.train.reproducible is not None:
             set_cublas_workspace()
         parallel = self.options.parallel
@@ -210,6 +212,43 @@ class Trainer:
         )
         return self._fit(inputs, self._named(name))
 
+    def evaluate(
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        data: Any,
+        *,
+        metrics: Mapping[str, Metric] | None = None,
+        weight: WeightFunction | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        batch_transform: Callable[[Any], Any] | None = None,
+    ) -> dict[str, float]:
+        """Return loss and metrics over a data set: before, after and without `fit`, or in a callback of it.
+
+        All ranks call it, and get the figures that an evaluation in `fit` gives, over all samples of all ranks.
+        Nothing of a training changes by it. Outside of one, ranks with other weights take rank 0's, as in `fit`.
+        With `--stages`, `--devices-per-rank`, `--chunks` and `--shard full` a callback may evaluate the model that
+        is trained.
+
+        Args:
+            model: any module that takes a batch of inputs; it is moved to the device.
+            loss, metrics, weight, collate, batch_transform: as in `fit`.
+            data: as `val_data` in `fit`.
+
+        Returns:
+            The mean `loss`, each metric by its name, and the number of `samples`.
+        """
+        inputs = EvaluationInputs(
+            model=model,
+            loss=loss,
+            data=data,
+            metrics=dict(metrics or {}),
+            weight=weight,
+            collate=collate,
+            batch_transform=batch_transform,
+        )
+        return evaluate(inputs, self.options, self.backend, self._run)
+
     def _named(self, name: str | None) -> TrainerOptions:
         """Return the options of a training, with its own log folder if it has a name.
 
@@ -248,6 +287,8 @@ class Trainer:
                 # In elastic mode the ranks that stay meet in a new world, and resume from the snapshot.
                 if not self.backend.session.leave(error):
                     raise
+            finally:
+                self._run = None
             self.backend.session.join_next_world(self.backend)
             inputs.optimizer.zero_grad(set_to_none=True)
 
@@ -256,6 +297,7 @@ class Trainer:
     ) -> None:
         """Train until the end, or until the ranks change."""
         with TrainingRun(inputs, options, self.backend, message=self._message, snapshot=snapshot) as run:
+            self._run = run
             run.say(startup_summary(run, run.placement.lines()))
             run.restore()
             log_dir = options.log.log_dir

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import documents
 import pytest
 import torch
 from combinations import case
@@ -389,3 +391,35 @@ def test_callback_ends_the_training_inside_an_epoch(backend: str, size: int, log
     if logs:
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{step:09d}"]
         assert lines(tmp_path)[-1]["stopped"] == "after step 3"
+
+
+def stop_early(backend: str, folder: str) -> tuple[int, Any]:
+    """Train with the callback of docs/training.md and a rate of 0: undisturbed, and in parts."""
+    (text,) = (block.text for block in documents.blocks("docs/training.md") if "EarlyStopping" in block.text)
+    names: dict[str, Any] = {"Callback": Callback, "math": math}
+    exec(text, names)
+    epochs = {}
+    parts: list[tuple[str, dict[str, Any]]] = [
+        ("whole", {}),
+        ("parts", {"max_steps": 1}),
+        ("parts", {"epochs": 2}),
+        ("parts", {}),
+    ]
+    for name, options in parts:
+        model = nn.Linear(6, 2)
+        chosen = {"epochs": 9, "batch_size": 4, "log_dir": f"{folder}/{name}", "resume": "auto", **options}
+        with Trainer(options_of(backend, **chosen)) as trainer:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            callbacks = [names["EarlyStopping"]()]
+            loss = nn.functional.cross_entropy
+            history = trainer.fit(model, optimizer, loss, signs(NUM), signs(NUM), callbacks=callbacks)
+        epochs[name] = [record["epoch"] for record in history]
+    return trainer.world.rank, epochs
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_early_stopping_of_the_documentation(backend: str, tmp_path: Path) -> None:
+    expected = {"whole": [1, 2, 3, 4], "parts": [1, 2, 3, 4]}
+    assert run_ranks(stop_early, num_processes=3, args=(backend, str(tmp_path))) == [expected] * 3
+    for name in expected:
+        assert lines(tmp_path / name)[-1]["stopped"] == "val loss has not improved for 3 epochs"
