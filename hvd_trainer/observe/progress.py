@@ -130,6 +130,11 @@ class Bar:
         # The last step may repeat a few samples so that all ranks have as many.
         self._bar.update(min(consumed, self._bar.total or consumed) - self._bar.n)
 
+    def clear(self) -> None:
+        """Take it off the terminal until it moves, so that a line can be printed there."""
+        if self._bar is not None:
+            self._bar.clear()
+
     def __enter__(self) -> Bar:
         return self
 

@@ -14,7 +14,7 @@ import gc
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_trainer.backends import StepResult
 from hvd_trainer.data import Batch, samples_taken
@@ -30,6 +30,13 @@ from hvd_trainer.optim.reproducible import computing
 from hvd_trainer.training.interrupts import Interrupts
 from hvd_trainer.training.run import TrainingRun
 from hvd_trainer.utils import accelerator
+
+
+class _RunningEpoch(NamedTuple):
+    meter: Meter
+    batches: StepBatches
+    """those that are left"""
+    bar: Bar
 
 
 class TrainingLoop:
@@ -98,11 +105,12 @@ class TrainingLoop:
         batches_of_steps = StepBatches(self._batches(), run.plan.passes)
         samples_before, self._epoch_began = progress.samples, time.perf_counter()
         with Bar(run.log.prints, progress, run.options.train.epochs, run.train_loader.num_samples) as bar:
-            self._evaluate_inside(meter, batches_of_steps)  # where the run was stopped in that evaluation
+            epoch = _RunningEpoch(meter, batches_of_steps, bar)
+            self._evaluate_inside(epoch)  # where the run was stopped in that evaluation
             for batches in () if run.is_over else batches_of_steps:
                 with run.rate.apply(run.epochs_done):
                     result = run.step(batches, meter, batches_of_steps.prefetch)
-                self._finish_step(batches, result, meter, batches_of_steps)
+                self._finish_step(batches, result, epoch)
                 bar.advance(progress.consumed, meter)
                 if run.is_over:
                     break
@@ -140,9 +148,7 @@ class TrainingLoop:
             batches = observer.on_batches(batches)
         return batches
 
-    def _finish_step(
-        self, batches: list[Batch], result: StepResult, meter: Meter, batches_left: StepBatches
-    ) -> None:
+    def _finish_step(self, batches: list[Batch], result: StepResult, epoch: _RunningEpoch) -> None:
         run, progress = self._run, self._run.progress
         samples = sum([samples_taken(batch, run.placement.shard.size) for batch in batches])
         progress.step += 1
@@ -162,11 +168,11 @@ class TrainingLoop:
         if self._has_step_callbacks:
             run.placement.follow_changes(run.step, run.trained)
         if progress.step % run.options.log.log_every == 0:
-            self._record("step", self._position() | add_prefix("train", meter.recent()))
+            self._record("step", self._position() | add_prefix("train", epoch.meter.recent()))
             run.step.guard.check()
         if self._evaluates_inside:
-            self._evaluate_inside(meter, batches_left)
-        self._interrupts.after_step(meter)
+            self._evaluate_inside(epoch)
+        self._interrupts.after_step(epoch.meter)
         activity.enter("data")
 
     def _limit_steps(self) -> None:
@@ -218,24 +224,23 @@ class TrainingLoop:
         evaluation = self._run.evaluation
         return {} if evaluation is None else add_prefix("val", self._interrupts.evaluate(evaluation, meter))
 
-    def _evaluate_inside(self, meter: Meter, batches_left: StepBatches) -> None:
+    def _evaluate_inside(self, epoch: _RunningEpoch) -> None:
         """Evaluate inside an epoch if that is due after the last step, and let callbacks act on it. A collective.
 
-        Args:
-            meter: of the epoch.
-            batches_left: with none, the epoch's end has an evaluation of its own, as the run's end has.
+        The ends of an epoch and of the run have evaluations of their own.
         """
         run, progress, every = self._run, self._run.progress, self._run.options.train.evaluate_every_steps
         is_due = every is not None and progress.consumed and progress.step % every == 0
-        if not is_due or progress.evaluated == progress.step or run.is_over or batches_left.is_exhausted:
+        if not is_due or progress.evaluated == progress.step or run.is_over or epoch.batches.is_exhausted:
             return
         accelerator.synchronize(run.device)  # or the steps in its queue would count as evaluation
         began = time.perf_counter()
-        record = self._position() | self._evaluate(meter)
+        record = self._position() | self._evaluate(epoch.meter)
         progress.evaluated = progress.step
         progress.figures |= self._common_figures(record)
         run.backend.activity.enter("callback")
         self._record("evaluation", record)
+        epoch.bar.clear()
         run.say(evaluation_line(record))
         run.placement.follow_changes(run.step, run.trained)
         self._interrupts.agree_to_end()

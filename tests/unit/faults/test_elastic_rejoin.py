@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from trainings import options_of, signs
 
 from hvd_trainer import Callback, RunView, Trainer, accuracy
@@ -93,6 +94,41 @@ def test_metrics_after_lost_rank_and_resume(tmp_path: Path) -> None:
         figures(often, tmp_path, step_6=stop)
     resumed = {"resume": "auto", "commit_every_steps": 1000}
     assert figures(resumed, tmp_path, step_5=a_rank_is_lost) == figures({})
+
+
+class Watched(IterableDataset[tuple[Tensor, Tensor]]):
+    """Validation data that notes how many samples are taken in each pass, and acts in the first one."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.act, self.data = act, signs(100)
+        self.taken: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.taken.append(0)
+        for number in range(100):
+            if number == 20 and len(self.taken) == 1:
+                self.act()
+            self.taken[-1] += 1
+            yield self.data[number]
+
+
+def test_hosts_change_in_an_evaluation() -> None:
+    """The world was left after it; now at once, and the next world evaluates again."""
+    records = []
+    for changes in (True, False):
+        with Trainer(options_of(epochs=2, batch_size=4, workers=0, evaluate_every_steps=4)) as trainer:
+            driver = trainer.backend.session.driver = horovodrun()
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 2), nn.BatchNorm1d(2), nn.Dropout(0.2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            data = Watched(driver.hosts_changed.set if changes else lambda: None)
+            loss = nn.functional.cross_entropy
+            history = trainer.fit(model, optimizer, loss, signs(4 * STEPS), data, metrics={"accuracy": accuracy})
+        assert driver.past_worlds == changes
+        assert data.taken[changes:] == [100] * 6  # after steps 4, 8 and 10 of each epoch
+        assert data.taken[0] < 100 or not changes
+        records.append([(r["train_loss"], r["train_accuracy"], r["val_loss"], r["step"]) for r in history])
+    assert records[0] == records[1]
 
 
 def test_rescale_raises_error_of_pending_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
