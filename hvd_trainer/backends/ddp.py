@@ -96,7 +96,7 @@ class DDPBackend(Backend):
 
     def _start(self) -> None:
         self._check_transport()
-        process_group.start(self.session, self.transport)
+        self.collectives.process_group = process_group.start(self.session, self.transport)
         if len(self.replica_groups) > 1:
             self.collectives.replica_process_group = process_group.new_group(self.session, self.replica_groups)
 
@@ -113,12 +113,12 @@ class DDPBackend(Backend):
             raise BackendError(f"This PyTorch was built without {self.transport.upper()}. Type: --transport gloo")
 
     def stop(self, wait: bool) -> None:
-        if wait and dist.is_initialized():
+        if wait and process_group.is_started():
             # A rank that closed its connections while another still reduces would make that one fail.
             self.collectives.barrier()
         self._disconnect()
-        self.collectives.replica_process_group = None
-        process_group.stop(at_once=not wait and self.uses_nccl)
+        self.collectives.process_group = self.collectives.replica_process_group = None
+        process_group.stop(wait=wait, on_accelerator=self.uses_nccl)
 
     def _check_model(self, model: nn.Module) -> None:
         if not any(p.requires_grad for p in model.parameters()):
@@ -127,7 +127,7 @@ class DDPBackend(Backend):
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:
         self._reducer = BucketReducer(
             stage,
-            DDPBucketExchange(self.collectives.replica_process_group, self.options.compression),
+            DDPBucketExchange(self.collectives.replicas, self.options.compression),
             num_ranks=len(self.replica_group),
             limit_bytes=int(self.options.bucket_mb * 2**20),
             passes=passes,
@@ -140,6 +140,7 @@ class DDPBackend(Backend):
             model,
             # Batches are on the device already; with `device_ids` each forward would check that.
             device_ids=None,
+            process_group=self.collectives.process_group,
             init_sync=False,  # `prepare` has made the models equal
             bucket_cap_mb=self.options.bucket_mb,
             find_unused_parameters=self.options.find_unused_parameters,
@@ -175,11 +176,11 @@ class DDPBackend(Backend):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         if self.options.compression == "powersgd":
-            state: Any = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
+            state: Any = powerSGD_hook.PowerSGDState(self.collectives.process_group, start_powerSGD_iter=10)
             ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
             return
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-        ddp.register_comm_hook(None, hooks[self.options.compression])
+        ddp.register_comm_hook(self.collectives.process_group, hooks[self.options.compression])
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         context = super().gradient_sync(model, enabled)

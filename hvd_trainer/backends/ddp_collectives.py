@@ -18,46 +18,53 @@ WIRE_FORMATS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class DDPCollectives(Collectives):
-    """Collectives on the default process group.
+    """Collectives on torch.distributed.
 
     Attributes:
-        replica_process_group: the ranks of this one's replica group; None: all ranks.
+        process_group: all ranks; None: the default group.
+        replica_process_group: the ranks of this one's replica group; None: as `process_group`.
     """
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
+        self.process_group: dist.ProcessGroup | None = None
         self.replica_process_group: dist.ProcessGroup | None = None
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The group that exchanges gradients; None: the default group."""
+        return self.replica_process_group or self.process_group
 
     def broadcast_to_replicas(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
         started: list[Any] = []
         for tensor, rank in pairs:
             self._keep_alive(tensor)
-            started.append(dist.broadcast(tensor, src=rank, group=self.replica_process_group, async_op=True))
+            started.append(dist.broadcast(tensor, src=rank, group=self.replicas, async_op=True))
         for work in started:
             work.wait()
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp, *, replicas: bool = False) -> Tensor:
         result = tensor.detach().clone()
         self._keep_alive(result)
-        dist.all_reduce(result, OPS[op], group=self.replica_process_group if replicas else None)
+        dist.all_reduce(result, OPS[op], group=self.replicas if replicas else self.process_group)
         return result
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.world.size)]
         self._keep_alive(tensor, *gathered)
-        dist.all_gather(gathered, tensor)
+        dist.all_gather(gathered, tensor, group=self.process_group)
         return gathered
 
     def _all_to_all(self, rows: Tensor) -> Tensor:
         sent = rows.contiguous()
         received = torch.empty_like(sent)
         self._keep_alive(sent, received)
-        dist.all_to_all_single(received, sent)
+        dist.all_to_all_single(received, sent, group=self.process_group)
         return received
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         self._keep_alive(tensor)
-        dist.broadcast(tensor, src=source)
+        dist.broadcast(tensor, src=source, group=self.process_group)
 
 
 class DDPBucketExchange(BucketExchange):

@@ -147,7 +147,7 @@ class HorovodBackend(Backend):
             self.collectives.barrier()
         stop_horovod(self._hvd)
         self._disconnect()
-        process_group.stop(at_once=not wait and self.uses_nccl)
+        process_group.stop(wait=wait, on_accelerator=self.uses_nccl)
 
     # Training.
 

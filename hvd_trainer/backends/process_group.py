@@ -19,35 +19,84 @@ from hvd_trainer.utils import accelerator
 NO_TIMEOUT = timedelta(days=365)
 
 
-def start(session: Session, transport: str) -> None:
-    """Start the default group of all ranks. In every group Gloo exchanges CPU tensors.
+class _Groups:
+    """What this process has started of torch.distributed, among the ranks of its session.
+
+    Attributes:
+        is_started: whether it has started, or joined, the default group.
+        is_joined: whether somebody else has made the default group, and so ends it.
+        made: groups that end with the session, beside a default group that does not.
+        backend: of groups of some ranks; None: that of the default group.
+    """
+
+    def __init__(self) -> None:
+        self.is_started = self.is_joined = False
+        self.made: list[Any] = []
+        self.backend: str | None = None
+
+
+_groups = _Groups()
+
+
+def is_started() -> bool:
+    """Return whether `start` has been called, and `stop` not yet."""
+    return _groups.is_started
+
+
+def start(session: Session, transport: str) -> dist.ProcessGroup | None:
+    """Start the default group of all ranks, or join it if there is one. In every group Gloo exchanges CPU tensors.
 
     Args:
         session: connected; its store is used.
         transport: the library for tensors on an accelerator: gloo, nccl or xccl.
 
+    Returns:
+        The group of all ranks; None: the default group.
+
     Raises:
-        BackendError: torch.distributed is already initialised in this process.
+        BackendError: there is a default group, for other devices than that of this rank.
         LaunchError: its world is not the launcher's.
     """
-    if dist.is_initialized():
-        check_world(
-            session.world, "torch.distributed, already initialised,", dist.get_rank(), dist.get_world_size()
-        )
-        raise BackendError(
-            "torch.distributed is already initialised in this process. Leave init_process_group to hvd_trainer: "
-            "take that call out."
-        )
     uses_gloo = transport == "gloo"
-    dist.init_process_group(
-        "gloo" if uses_gloo else accelerator.process_group_backend(session.device),
-        store=dist.PrefixStore("ddp", session.store),
-        rank=session.world.rank,
-        world_size=session.world.size,
-        timeout=timedelta(seconds=session.options.startup_timeout_s),
-        device_id=None if uses_gloo else session.device,
-    )
+    backend = "gloo" if uses_gloo else accelerator.process_group_backend(session.device)
+    device = None if uses_gloo else session.device
+    timeout = timedelta(seconds=session.options.startup_timeout_s)
+    is_joined = dist.is_initialized()
+    fits = not is_joined or _fits(session.device, transport)
+    if not is_joined:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("ddp", session.store),
+            rank=session.world.rank,
+            world_size=session.world.size,
+            timeout=timeout,
+            device_id=device,
+        )
+    _groups.is_started, _groups.is_joined, _groups.made = True, is_joined, []
+    _groups.backend = None if fits else backend
     check_world(session.world, "torch.distributed", dist.get_rank(), dist.get_world_size())
+    if fits:
+        return None
+    group = dist.new_group(backend=backend, timeout=timeout, device_id=device)
+    assert isinstance(group, dist.ProcessGroup)
+    _groups.made.append(group)
+    return group
+
+
+def _fits(device: torch.device, transport: str) -> bool:
+    """Return whether the default group exchanges CPU tensors by Gloo and those of a device by a transport.
+
+    Raises:
+        BackendError: it exchanges no CPU tensors, and this rank trains on a CPU.
+    """
+    config = dist.get_backend_config()
+    by_device = dict(pair.split(":") for pair in config.split(","))
+    if accelerator.is_host(device) and "cpu" not in by_device:
+        raise BackendError(
+            f"torch.distributed is initialised for {config}, and this rank trains on the CPU. Type "
+            f"--device {next(iter(by_device))}, or call init_process_group('gloo')"
+        )
+    return (by_device.get("cpu"), by_device.get(device.type)) == ("gloo", transport)
 
 
 def new_group(
@@ -58,10 +107,11 @@ def new_group(
     Beside Horovod, the default group of all ranks is started first.
 
     Args:
-        transport: as in `dist.new_group`; None: that of the default group.
+        transport: as in `dist.new_group`; None: that of the group of all ranks.
     """
-    if not dist.is_initialized():
+    if not _groups.is_started:
         start(session, "gloo")
+    transport = transport or _groups.backend
     own: Any = None
     # A default group of Gloo has no device, and NCCL's would take that of LOCAL_RANK, or of the rank among all.
     device = None if transport in (None, "gloo") else session.device
@@ -69,6 +119,7 @@ def new_group(
         made = dist.new_group(list(ranks), backend=transport, device_id=device)
         if session.world.rank in ranks:
             own = made
+            _groups.made.append(made)
     assert isinstance(own, dist.ProcessGroup)
     return own
 
@@ -113,21 +164,25 @@ def abort() -> None:
     To be called by another thread than the one that waits.
     """
     with _END_LOCK:
-        if dist.is_initialized():
+        if _groups.is_started and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
 
-def stop(*, at_once: bool = False) -> None:
-    """End all groups; nothing else may still hold one.
+def stop(*, wait: bool, on_accelerator: bool) -> None:
+    """End what `start` has begun; nothing else may still hold a group.
+
+    A default group that was joined is left as it was; after a failure it ends, since other ranks may wait in it.
 
     Args:
-        at_once: as `abort`, after a failure: else NCCL would wait for what is under way with a dead rank, and let
-            `abort` wait for that.
+        wait: False after a failure.
+        on_accelerator: whether groups move its tensors: after a failure NCCL would wait for what is under way with
+            a dead rank, and let `abort` wait for that.
     """
-    if at_once:
+    if not wait and (on_accelerator or _groups.is_joined):
         abort()
-        return
     with _END_LOCK:
-        if dist.is_initialized():
-            gc.collect()
-            dist.destroy_process_group()
+        gc.collect()
+        if _groups.is_started and dist.is_initialized():
+            for group in _groups.made if _groups.is_joined else (None,):
+                dist.destroy_process_group(group)
+        _groups.is_started, _groups.made = False, []

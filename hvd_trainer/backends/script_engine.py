@@ -10,7 +10,6 @@ from collections.abc import Callable
 from hvd_trainer.backends.engine import Engine
 from hvd_trainer.backends.session import Session
 from hvd_trainer.config.options import EngineOptions
-from hvd_trainer.errors import LaunchError
 from hvd_trainer.faults.activity import COLLECTIVE
 from hvd_trainer.faults.script_watch import ScriptWatch, phase_raised_in
 
@@ -62,15 +61,9 @@ class ScriptEngine(Engine):
     def hand_over(self) -> None:
         """Leave engine, monitoring and end to the `Trainer` that the script is about to make.
 
-        Raises:
-            LaunchError: the script has started an engine itself.
+        One that joins the groups that the script has started itself has a session beside the script's.
         """
-        if self.is_in_charge and self.has_started:
-            raise LaunchError(
-                "The script has started an engine before it makes a Trainer, which starts its own: leave "
-                "hvd.init() or init_process_group() out, or run the two parts as jobs of their own"
-            )
-        self.has_trainer = True
+        self.has_trainer = not self._begun
 
     def attach_horovod(self, shut_down: Callable[[], None]) -> None:
         """End Horovod, which the script has started, with the script: the others must not wait for this rank."""

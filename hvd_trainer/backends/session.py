@@ -40,8 +40,9 @@ from hvd_trainer.faults.monitor_server import MonitorServer
 from hvd_trainer.faults.root_cause import RootCause
 from hvd_trainer.faults.script_watch import phase_raised_in
 from hvd_trainer.launch.slurm import slurm_job
-from hvd_trainer.launch.world import World, detect, is_elastic
+from hvd_trainer.launch.world import World, find_world, is_elastic
 from hvd_trainer.rendezvous import connect, ranks
+from hvd_trainer.rendezvous.join import group_hint
 from hvd_trainer.rendezvous.ranks import JobIdentity, RankInfo
 from hvd_trainer.rendezvous.shared_stores import shared_stores
 from hvd_trainer.utils import accelerator, network
@@ -98,7 +99,7 @@ class Session:
     ) -> None:
         self.options = options
         self.environ = os.environ if environ is None else environ
-        self.world: World = detect(self.environ)
+        self.world: World = find_world(self.environ)
         self.slurm_job = slurm_job(self.environ)
         self.job = JobIdentity(frozenset(), frozenset())
         self.driver = HorovodElasticDriver(self.environ) if is_elastic(self.environ) else None
@@ -134,11 +135,7 @@ class Session:
             BackendError: the engine cannot work here.
             LaunchError: the ranks could not meet, or their engines would not work together.
         """
-        # DDP imports this module, whose functions keep the default group of that moment in their default
-        # arguments. So it is imported before there is a group: one that is never freed leaves Gloo's threads
-        # running at exit, which aborted 3 to 13 % of runs ("terminate called without an active exception").
-        import torch.distributed.nn.functional  # noqa: F401
-
+        _import_without_group()
         self._engine = engine
         try:
             self.connect()
@@ -150,7 +147,8 @@ class Session:
             engine.start()
         except dist.DistError as error:
             # PyTorch's own text names keys of the store, which begin with the token.
-            lost = LaunchError(f"{self.world} lost the others while they were meeting: {first_line(error)}")
+            text = f"{self.world} lost the others while they were meeting: {first_line(error)}"
+            lost = LaunchError(text + group_hint())
             self.end(lost)
             raise lost from None
         except BaseException as error:
@@ -405,6 +403,21 @@ class Session:
                 # Another rank may have failed on its way to the meeting.
                 if attempt == MAX_FAILED_WORLDS:
                     raise
+
+
+def _import_without_group() -> None:
+    """Import a module, which DDP needs, as if torch.distributed had no default group.
+
+    The module's functions keep that of the moment in their default arguments. One that is never freed leaves
+    Gloo's threads running at exit, which aborted 3 to 13 % of runs ("terminate called without an active
+    exception").
+    """
+    world = dist.distributed_c10d._world
+    default, world.default_pg = world.default_pg, None
+    try:
+        import torch.distributed.nn.functional  # noqa: F401
+    finally:
+        world.default_pg = default
 
 
 def _parent_identity() -> str:

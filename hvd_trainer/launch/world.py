@@ -1,12 +1,14 @@
 """This process's place among the ranks, read from the variables of any launcher, here and nowhere else.
 
 `detect` is a pure function of a mapping, so that it can be tested without a cluster. The names of the variables
-are in `launchers.LAUNCHERS`.
+are in `launchers.LAUNCHERS`. `find_world` asks the default group of torch.distributed first, if somebody else has
+made one: Ray Train, Accelerate, Lightning, or the program itself.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
@@ -107,6 +109,46 @@ def detect(environ: Mapping[str, str]) -> World:
     return World() if launcher is None else _read(launcher, environ)
 
 
+GROUP = "torch.distributed"
+"""What has started the ranks where only its group says who they are."""
+
+
+def find_world(environ: Mapping[str, str]) -> World:
+    """Return this process's place in the job: that in the default group of torch.distributed, if there is one.
+
+    The launcher's variables say the rest, if they are those of the same rank. A script below the launcher's
+    process may have started more ranks than the launcher.
+
+    Raises:
+        LaunchError: as `detect`; or the group is another one than the variables speak of.
+    """
+    if (place := _place_in_group()) is None:
+        return detect(environ)
+    rank, size = place
+    launcher = find_launcher(environ)
+    if launcher is None or launcher.missing(environ):
+        local_rank, local_size = (_optional_number(environ, name) for name in (HAND.local_rank, HAND.local_size))
+        return _located(World(rank, size, local_rank, local_size, UNKNOWN, UNKNOWN, GROUP))
+    world = detect(environ)
+    if (world.rank, world.size) == place:
+        return world
+    if size < world.size or launcher.rank == HAND.rank:
+        raise LaunchError(
+            f"{world.launcher} started {world}, but {GROUP}, already initialised, says rank {rank} of {size}: the "
+            f"ranks would train apart. Give init_process_group the rank and world_size that {launcher.rank} and "
+            f"{launcher.size} say, or unset these variables"
+        )
+    return _located(World.somewhere(rank, size, GROUP))
+
+
+def _place_in_group() -> tuple[int, int] | None:
+    """Return rank and size in the default group of torch.distributed; None if this process has none."""
+    dist = sys.modules.get(GROUP)
+    if dist is None or not getattr(dist, "is_initialized", bool)():  # it is being imported, or PyTorch lacks it
+        return None
+    return dist.get_rank(), dist.get_world_size()
+
+
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
     if missing := launcher.missing(environ):
         names = launcher.variables()
@@ -133,6 +175,11 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
         host=environ.get(launcher.host, ""),
         group=environ.get(launcher.group, ""),
     )
+    return _located(world)
+
+
+def _located(world: World) -> World:
+    """Return a world with what follows from the numbers that are known of its nodes."""
     if world.size == 1:
         world = replace(world, local_rank=max(0, world.local_rank), local_size=1)
     if world.node_rank == UNKNOWN and world.local_size == world.size:
@@ -199,10 +246,12 @@ def own_job_warning(environ: Mapping[str, str]) -> str | None:
 
 
 def may_be_first(environ: Mapping[str, str]) -> bool:
-    """Return False if the launcher's variables say that this is not rank 0, even if some of them are missing.
+    """Return False if the group or the variables, even if some are missing, say that this is not rank 0.
 
     A rank that is no number, or that the size leaves no place for, may be: no rank 0 would say so in its place.
     """
+    if (place := _place_in_group()) is not None:
+        return place[0] == 0
     launcher = find_launcher(environ)
     if launcher is None or not re.fullmatch(NUMBER, rank := environ.get(launcher.rank, "0")):
         return True

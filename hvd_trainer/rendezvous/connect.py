@@ -3,6 +3,8 @@
 `open_store` returns a `torch.distributed.Store` that all ranks share. It is served beside rank 0, whose endpoint
 (an address and a token) reaches the other ranks by a way that depends on the launcher:
 
+    a group         the store of torch.distributed's default group, if somebody else has made one: Ray Train,
+                    Accelerate, Lightning, or the program itself. It listens at MASTER_PORT
     four variables  a store at MASTER_ADDR and MASTER_PORT: all who set RANK and WORLD_SIZE for PyTorch, and
                     launchers of MPI and srun where these two are set, too
     run             the parent process serves the store, and passes the endpoint to each child: ranks on this
@@ -94,6 +96,8 @@ def find_place(environ: Mapping[str, str], timeout_s: float) -> World:
 
 def _join(settings: RendezvousSettings) -> JobStore:
     """Join by the way that fits the launcher and the number of nodes."""
+    if dist.is_initialized():
+        return _join_by_group(settings)
     launcher, is_one_node = settings.world.launcher, settings.world.num_nodes == 1
     has_own_way = launcher in ("run", "horovodrun", "torchrun")
     if launcher == "hand" or (settings.environ.keys() >= {*ADDRESS} and not has_own_way):
@@ -117,6 +121,15 @@ def _join(settings: RendezvousSettings) -> JobStore:
     if launcher == "srun":
         return _join_by_srun(settings)
     return _join_by_mpi(settings)
+
+
+def _join_by_group(settings: RendezvousSettings) -> JobStore:
+    store = server = dist.distributed_c10d._get_default_store()
+    while isinstance(server, dist.PrefixStore):
+        server = server.underlying_store
+    host = getattr(server, "host", TEST_NET_ADDRESS)  # of a TCPStore
+    address = settings.address or outward_address(host, 1)
+    return join_by_registry(StoreRegistry(store, settings.session), settings, address)
 
 
 def _join_by_torchrun(settings: RendezvousSettings) -> JobStore:

@@ -17,6 +17,9 @@ from hvd_trainer.rendezvous.endpoint import Endpoint, create_token, sign_endpoin
 from hvd_trainer.rendezvous.registry import EndpointRegistry
 from hvd_trainer.rendezvous.shared_stores import JobStore
 
+ON_ALL_OR_NONE = (
+    "If torch.distributed is initialised on some of them only: call init_process_group on all ranks, or on none."
+)
 MIN_POLL_S, MAX_POLL_S = 0.02, 1.0
 PORT_RELEASE_S = 2.0
 """How long a chosen port may be in use by the server of an earlier job, which ends a moment after that job."""
@@ -97,6 +100,11 @@ def join_store(endpoint: Endpoint, settings: RendezvousSettings) -> JobStore:
         ) from None
 
 
+def group_hint() -> str:
+    """Return what may be wrong with the group that this rank has joined, as a sentence behind another one."""
+    return f" {ON_ALL_OR_NONE}" if dist.is_initialized() else ""
+
+
 def wait_for_server(find: Callable[[], Endpoint | None], settings: RendezvousSettings) -> Endpoint:
     """Return rank 0's endpoint, once its server answers.
 
@@ -116,11 +124,11 @@ def wait_for_server(find: Callable[[], Endpoint | None], settings: RendezvousSet
             waited = f"{settings.world} waited {limit_s:.0f} s for rank 0, which"
             raise LaunchError(
                 f"{waited} never said where it is. See what rank 0 printed: it may have ended; or it has another "
-                f"TMPDIR on this node, or another HVD_TRAINER_SECRET_FILE."
+                f"TMPDIR on this node, or another HVD_TRAINER_SECRET_FILE.{group_hint()}"
                 if endpoint is None
                 else f"{waited} does not answer at {endpoint.netloc}. See what rank 0 printed: it may have ended. "
                 f"Else start all {settings.world.size} ranks, or name rank 0's host by its address in the network "
-                f"that they share; and no firewall may stand between the nodes."
+                f"that they share; and no firewall may stand between the nodes. {ON_ALL_OR_NONE}"
             )
         # Back off: a thousand ranks that poll 50 times per second would slow down the start of rank 0.
         time.sleep(min(MAX_POLL_S, max(MIN_POLL_S, waited_s / 10)))

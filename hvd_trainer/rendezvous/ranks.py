@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.launch.slurm import SlurmJob
 from hvd_trainer.launch.world import UNKNOWN, World
+from hvd_trainer.rendezvous.join import group_hint
 from hvd_trainer.utils.network import LOOPBACK
 
 
@@ -92,7 +93,7 @@ def exchange_rank_info(store: dist.Store, world: World, me: RankInfo) -> list[Ra
     except (dist.DistStoreError, RuntimeError) as error:
         raise LaunchError(
             f"{world} waited for all {world.size} ranks and not all came: {first_line(error)}. "
-            f"See what the others printed, or raise --startup-timeout-s if they start slowly."
+            f"See what the others printed, or raise --startup-timeout-s if they start slowly.{group_hint()}"
         ) from None  # the cause's text has the store's keys, which begin with the token
     try:
         peers = msgspec.json.decode(everyone, type=list[RankInfo])

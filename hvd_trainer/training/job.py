@@ -18,7 +18,7 @@ from hvd_trainer.config.parser import parse
 from hvd_trainer.errors import LaunchError, OptionError, PeerError, PreemptedError, UserError
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, GRACE_S, reporter, wait_for_launcher
 from hvd_trainer.launch.slurm import slurm_step_id
-from hvd_trainer.launch.world import World, detect, is_elastic, lone_process_warning, may_be_first
+from hvd_trainer.launch.world import World, detect, find_world, is_elastic, lone_process_warning, may_be_first
 from hvd_trainer.observe.log_handler import install_handler
 from hvd_trainer.utils.process import ending_with_reader
 
@@ -138,7 +138,7 @@ def _log_error(world: World | None, text: str) -> None:
 def _world() -> World | None:
     """Return this process's rank now; None if its launcher's variables are incomplete."""
     with suppress(LaunchError):
-        return detect(os.environ)
+        return find_world(os.environ)
     return None
 
 

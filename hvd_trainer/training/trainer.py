@@ -30,7 +30,7 @@ from hvd_trainer.config.parser import flatten
 from hvd_trainer.config.rules import check
 from hvd_trainer.errors import OptionError
 from hvd_trainer.launch.slurm import slurm_job
-from hvd_trainer.launch.world import World, detect, is_elastic
+from hvd_trainer.launch.world import World, find_world, is_elastic
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import as_asked
 from hvd_trainer.observe.callback import Callback
@@ -321,7 +321,7 @@ class Trainer:
 def _launch(environ: MutableMapping[str, str]) -> Launch:
     """Return what is known of this job before its ranks meet."""
     return Launch(
-        num_ranks=detect(environ).size,
+        num_ranks=find_world(environ).size,
         is_elastic=is_elastic(environ),
         is_queued=slurm_job(environ).job_id is not None,
     )

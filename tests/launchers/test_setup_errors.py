@@ -61,8 +61,9 @@ CHOOSE = (
 )
 BOTH = "All ranks must use one backend, but found: rank 0 ddp, rank 1 horovod"
 INIT_HOROVOD = "import horovod.torch as hvd; hvd.init()"
-INIT_TORCH = "import torch.distributed as d; d.init_process_group('gloo'{more})"
-ALONE = ", store=d.HashStore(), rank=0, world_size=1"
+INIT_ALONE = (
+    "import torch.distributed as d; d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)"
+)
 NOT_ALL = "waited for all 2 ranks and not all came"
 REFUSALS = [
     *(
@@ -92,13 +93,8 @@ REFUSALS = [
         when="long",
     ),
     refusal(
-        *("torchrun", INIT_TORCH.format(more=ALONE), "--backend ddp"),
+        *("torchrun", INIT_ALONE, "--backend ddp"),
         "torchrun started rank 0 of 2, but torch.distributed, already initialised, says rank 0 of 1",
-        when="long",
-    ),
-    refusal(
-        *("torchrun", INIT_TORCH.format(more=""), "--backend ddp"),
-        *("torch.distributed is already initialised in this process", "take that call out"),
         when="long",
     ),
     refusal("torchrun", CHOOSE, "", BOTH),

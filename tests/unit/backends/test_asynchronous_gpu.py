@@ -190,9 +190,12 @@ def test_groups_end_after_a_failure_without_what_is_under_way(
     ended: list[str] = []
     for name in ("destroy_process_group", "distributed_c10d._abort_process_group"):
         own = pkgutil.resolve_name(f"torch.distributed.{name}")
-        monkeypatch.setattr(f"torch.distributed.{name}", lambda own=own: (ended.append(own.__name__), own()))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    process_group.stop(at_once=at_once)
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda *_, own=own: (ended.append(own.__name__), own()))
+    session: Any = SimpleNamespace(
+        device=torch.device("cpu"), world=World(), store=dist.HashStore(), options=EngineOptions()
+    )
+    process_group.start(session, "gloo")
+    process_group.stop(wait=not at_once, on_accelerator=True)
     assert not dist.is_initialized()
     assert ended == ["_abort_process_group" if at_once else "destroy_process_group"]
 
