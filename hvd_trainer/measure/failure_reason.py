@@ -53,9 +53,9 @@ def _last_exception(printed: str) -> str:
     last = []
     for rank, own in lines.items():
         text = re.sub(IGNORED, "", "\n".join(re.sub(RANK, "", line) for _, line in own), flags=re.MULTILINE)
-        if found := re.findall(EXCEPTION, text, re.MULTILINE):
-            place = max(number for number, line in own if re.sub(RANK, "", line) == found[-1])
-            last.append((rank == "", place, found[-1]))
+        if exceptions := re.findall(EXCEPTION, text, re.MULTILINE):
+            place = max(number for number, line in own if re.sub(RANK, "", line) == exceptions[-1])
+            last.append((rank == "", place, exceptions[-1]))
     return min(last, default=(False, 0, ""))[2]
 
 
