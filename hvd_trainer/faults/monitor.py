@@ -29,6 +29,7 @@ from hvd_trainer.faults.messages import Channel, Done, Message, RankEnded, Stack
 from hvd_trainer.faults.root_cause import Event, Heartbeat, RootCause, missing_in
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
+from hvd_trainer.utils.frames import format_traceback
 from hvd_trainer.utils.network import LOOPBACK, shut_down_connections
 from hvd_trainer.utils.threads import start_thread
 
@@ -156,7 +157,7 @@ class Monitor(ABC):
         elif isinstance(error, UserError):
             text = first_line(error)
         elif reporter.prints_tracebacks:
-            text, detail = "raised an exception", "".join(traceback.format_exception(error))
+            text, detail = "raised an exception", format_traceback(error, os.environ)
         event = Event(how, self.world.rank, _encodable(text), _encodable(detail), self.activity.in_collective)
         frames = [*traceback.walk_tb(error.__traceback__)]
         own = stack_dump.users_part([frame for frame, _ in frames])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.config.batch_plan import BatchPlan
@@ -15,7 +15,6 @@ from hvd_trainer.config.figures import BestFigure, StopCondition
 from hvd_trainer.config.launch_rules import usual_batch_sizes
 from hvd_trainer.config.options import SaveOptions, TrainerOptions
 from hvd_trainer.data import Loader
-from hvd_trainer.data.data_loader import unsupported
 from hvd_trainer.optim.loss_module import is_trained
 from hvd_trainer.optim.weights import LossFunction
 from hvd_trainer.utils import accelerator
@@ -27,19 +26,12 @@ def fit_mistakes(
     optimizer: Optimizer,
     loss: LossFunction,
     figures: Collection[str],
-    loaders: Collection[DataLoader[Any]] = (),
-    collate: Callable[[list[Any]], Any] | None = None,
 ) -> Iterator[str]:
     """Yield a message for each option, or argument of `fit`, that does not go with the rest.
 
     Args:
         figures: those that epochs' records will have.
-        loaders: the data that comes as a `DataLoader`.
     """
-    for loader in loaders:
-        yield from unsupported(loader)
-    if loaders and collate is not None:
-        yield "collate= is for data sets, and a DataLoader has its own: write DataLoader(..., collate_fn=)"
     yield from _device_mistakes(options, backend)
     if _needs_closure(optimizer):
         yield (

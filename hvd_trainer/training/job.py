@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn, TypeVar, cast
@@ -20,6 +19,7 @@ from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, GRACE_S, reporter
 from hvd_trainer.launch.slurm import slurm_step_id
 from hvd_trainer.launch.world import World, detect, find_world, is_elastic, lone_process_warning, may_be_first
 from hvd_trainer.observe.log_handler import install_handler
+from hvd_trainer.utils.frames import format_traceback
 from hvd_trainer.utils.process import ending_with_reader
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ def _report(error: BaseException) -> int:
             if not reporter.has_reported:
                 # The first frame is that of `run_and_end`.
                 inner = error.__traceback__ and error.__traceback__.tb_next
-                _log_error(_world(), "".join(traceback.format_exception(error.with_traceback(inner))))
+                _log_error(_world(), format_traceback(error.with_traceback(inner), os.environ))
             return CRASH_EXIT_CODE
 
 

@@ -105,7 +105,6 @@ class TrainingRun(RunView):
         self.stop_condition = StopCondition.parse(options.train.until)
         splits = ("train",) if inputs.val_data is None else ("train", "val")
         figures = [f"{split}_{name}" for split in splits for name in ("loss", *inputs.metrics)]
-        loaders = [data for data in (inputs.train_data, inputs.val_data) if isinstance(data, DataLoader)]
         self.schedule = Schedule(
             inputs.scheduler,
             inputs.optimizer,
@@ -113,7 +112,7 @@ class TrainingRun(RunView):
             metric=inputs.scheduler_metric,
             default_metric=f"{splits[-1]}_loss",
         )
-        mistakes = fit_mistakes(options, backend, inputs.optimizer, inputs.loss, figures, loaders, inputs.collate)
+        mistakes = fit_mistakes(options, backend, inputs.optimizer, inputs.loss, figures)
         is_elastic = backend.session.driver is not None
         has_own_size = options.train.global_batch_size is not None or isinstance(inputs.train_data, DataLoader)
         of_schedule = schedule_mistakes(

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from hvd_trainer import backends
 from hvd_trainer.checkpoint.manager import InMemorySnapshot
+from hvd_trainer.config.checks import refuse
 from hvd_trainer.config.launch_rules import Launch
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.parser import flatten
@@ -42,6 +43,7 @@ from hvd_trainer.optim.reproducible import set_cublas_workspace
 from hvd_trainer.optim.schedule import Interval, Scheduler
 from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.grid import make_grid
+from hvd_trainer.training.arguments import argument_mistakes, training_mistakes
 from hvd_trainer.training.lone_evaluation import EvaluationInputs, evaluate
 from hvd_trainer.training.loop import TrainingLoop, freeze_objects
 from hvd_trainer.training.run import FitInputs, TrainingRun
@@ -195,6 +197,9 @@ class Trainer:
         Returns:
             One record per epoch, of a resumed run also those of the epochs that its log folder has.
         """
+        data = {"train_data": train_data, "val_data": val_data}
+        of_training = training_mistakes(optimizer, callbacks)
+        refuse([*argument_mistakes(model, loss, data, metrics=metrics, collate=collate), *of_training])
         inputs = FitInputs(
             model=model,
             optimizer=optimizer,
@@ -238,6 +243,7 @@ class Trainer:
         Returns:
             The mean `loss`, each metric by its name, and the number of `samples`.
         """
+        refuse(argument_mistakes(model, loss, {"data": data}, metrics=metrics, collate=collate))
         inputs = EvaluationInputs(
             model=model,
             loss=loss,

@@ -1,0 +1,59 @@
+"""What `fit` and `evaluate` are given, and what kind of object each argument takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from hvd_trainer.data.data_loader import unsupported
+
+
+def argument_mistakes(
+    model: Any,
+    loss: Any,
+    data: Mapping[str, Any],
+    *,
+    metrics: Any,
+    collate: Callable[[list[Any]], Any] | None,
+) -> Iterator[str]:
+    """Yield a message for each argument of `fit`, or of `evaluate`, that is of another kind than it takes.
+
+    Args:
+        data: by the names of the arguments.
+    """
+    if not isinstance(model, nn.Module):
+        yield f"model= takes an nn.Module, and not {_kind(model)}"
+    if isinstance(loss, type):
+        yield f"loss= is the class {loss.__name__}: make one, {loss.__name__}()"
+    elif not callable(loss):
+        yield f"loss= takes a function of outputs and targets, and not {_kind(loss)}"
+    if metrics is not None and not isinstance(metrics, Mapping):
+        yield f'metrics= takes functions by their names, {{"accuracy": accuracy}}, and not {_kind(metrics)}'
+    for name, value in data.items():
+        parts = value if isinstance(value, list | tuple) else ()
+        if parts and collate is None and all(isinstance(part, Tensor | np.ndarray) for part in parts):
+            yield f"{name}= is {_kind(value)} of {len(parts)} arrays: say TensorData(inputs, targets), of tensors"
+        if isinstance(value, Tensor | np.ndarray):
+            yield f"{name}= is {_kind(value)} without targets: say TensorData(inputs, targets)"
+        if isinstance(value, DataLoader):
+            yield from unsupported(value)
+            if collate is not None:
+                yield "collate= is for data sets, and a DataLoader has its own: write DataLoader(..., collate_fn=)"
+
+
+def training_mistakes(optimizer: Any, callbacks: Any) -> Iterator[str]:
+    """Yield a message for each further argument of `fit` that is of another kind than it takes."""
+    if not isinstance(optimizer, Optimizer):
+        yield f"optimizer= takes one of torch.optim, and not {_kind(optimizer)}"
+    if not isinstance(callbacks, Iterable):
+        yield f"callbacks= takes a list, and not {_kind(callbacks)}"
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

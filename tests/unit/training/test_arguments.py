@@ -1,0 +1,64 @@
+"""Arguments of `fit` and `evaluate` of another kind than they take are refused, all at once, with what to type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from trainings import options_of, signs
+
+from hvd_trainer import OptionError, Trainer
+
+ARRAYS = torch.zeros(4, 6), torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"model": lambda inputs: inputs}, "model= takes an nn.Module, and not a function"),
+        ({"optimizer": iter([])}, "optimizer= takes one of torch.optim, and not a list_iterator"),
+        ({"loss": nn.CrossEntropyLoss}, r"loss= is the class CrossEntropyLoss: make one, CrossEntropyLoss\(\)"),
+        ({"loss": "mse"}, "loss= takes a function of outputs and targets, and not a str"),
+        ({"train_data": ARRAYS}, r"train_data= is a tuple of 2 arrays: say TensorData\(inputs, targets\)"),
+        ({"val_data": [np.zeros(3), np.zeros(3)]}, "val_data= is a list of 2 arrays: say TensorData"),
+        ({"train_data": ARRAYS[0]}, "train_data= is a Tensor without targets: say TensorData"),
+        (
+            {"metrics": [cross_entropy]},
+            'metrics= takes functions by their names, {"accuracy": accuracy}, and not a l',
+        ),
+        ({"callbacks": nn.Identity()}, "callbacks= takes a list, and not an Identity"),
+        ({"loss": "mse", "metrics": [1]}, "(?s)loss= takes .*metrics= takes "),
+    ],
+)
+def test_other_kinds_are_refused(changed: dict[str, Any], error: str) -> None:
+    model = nn.Linear(6, 2)
+    arguments = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loss": cross_entropy,
+        "train_data": signs(8),
+    } | changed
+    with Trainer(options_of(epochs=1)) as trainer, pytest.raises(OptionError, match=error):
+        trainer.fit(**arguments)
+
+
+def test_evaluate_refuses_as_fit() -> None:
+    with Trainer(options_of()) as trainer, pytest.raises(OptionError, match="data= is a tuple of 2 arrays"):
+        trainer.evaluate(nn.Linear(6, 2), cross_entropy, ARRAYS)
+
+
+def test_a_list_of_samples_is_data() -> None:
+    """Also of tensors, with a collate."""
+    model = nn.Linear(6, 2)
+
+    def collate(samples: list[Any]) -> Any:
+        return torch.stack(samples), torch.zeros(len(samples), dtype=torch.int64)
+
+    with Trainer(options_of(epochs=1, workers=0)) as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        history = trainer.fit(model, optimizer, cross_entropy, list(signs(8).inputs), collate=collate)
+    assert history[-1]["samples"] == 8
