@@ -22,7 +22,7 @@ PLAIN: dict[int, str] = {}
 @pytest.mark.parametrize(
     ("engine", "names", "orders", "ranks"),
     [
-        case("single", ("plain", "fp16", "clipped"), LATE, 1),
+        case("single", ("plain", "fp16", "clipped", "evaluated inside an epoch"), LATE, 1),
         case("ddp", SHORT, LATE, 3),
         case("horovod", SHORT, LATE, 3),
         case("ddp", None, ALL, 2, when="long"),

@@ -31,6 +31,7 @@ TWO_RANKS = {
     "accumulated": "--accumulate 2",
     "optimizer sharded": "--shard optimizer",
     "clipped": "--max-norm 1",
+    "evaluated inside an epoch": "--evaluate-every-steps 2",
     "uneven last batches": "--batch-size 500 --max-steps 3",
     "loader processes": "--workers 1 --max-steps 3",
     "chunks": "--chunks 2 --batch-size 32",
