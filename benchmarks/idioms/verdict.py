@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -39,9 +41,10 @@ def judge(library: Library, row: str, way: str, sizes: Sequence[int], folder: Pa
             return Verdict("refused", f"1 rank: {alone.error}")
         expected = alone.values[0]
     for start in _starts(first, sizes, folder):
-        verdict = _judge_one(row, run(start), expected)
+        verdict = judge_outcome(row, run(start), expected)
         if verdict.word != "right":
-            where = f"{start.size} ranks, {start.loader_processes} workers" if start.loader_processes else ""
+            ranks = "1 rank" if start.size == 1 else f"{start.size} ranks"
+            where = f"{ranks}, {start.loader_processes} workers" if start.loader_processes else ""
             if row == "16" and library.lacks:
                 return Verdict("no such thing", verdict.detail)
             return Verdict(verdict.word, "; ".join(filter(None, (verdict.detail, where))))
@@ -59,7 +62,8 @@ def _starts(first: Start, sizes: Sequence[int], folder: Path) -> Iterator[Start]
             yield replace(first, size=size, loader_processes=processes, folder=place, is_reference=False)
 
 
-def _judge_one(row: str, outcome: Outcome, expected: Sequence[float] | None) -> Verdict:
+def judge_outcome(row: str, outcome: Outcome, expected: Sequence[float] | None) -> Verdict:
+    """Compare what the ranks of one start gave with the right values."""
     if ROWS[row].is_terminated:
         is_right = outcome.is_saved and outcome.ended_s <= ENDS_WITHIN_S
         saved = "saved" if outcome.is_saved else "nothing saved"
@@ -84,13 +88,17 @@ def _judge_sum(total: list[float], right: list[float], unit: str) -> Verdict:
 def _judge_equal(values: Sequence[Sequence[float]], right: list[float]) -> Verdict:
     if any(len(of_rank) != len(right) for of_rank in values):
         return Verdict("wrong", f"{len(values[0])} values, right {len(right)}")
-    spread = [max(column) - min(column) for column in zip(*values, strict=True)]
-    if max(spread) > TOLERANCE:
-        place = spread.index(max(spread))
+    place, spread = _largest([max(column) - min(column) for column in zip(*values, strict=True)])
+    if spread > TOLERANCE:
         numbers = ", ".join(f"{of_rank[place]:.4g}" for of_rank in values)
         return Verdict("wrong", f"ranks differ: {numbers}; right {right[place]:.4g}")
-    errors = [abs(a - b) for a, b in zip(values[0], right, strict=True)]
-    if not max(errors) <= TOLERANCE:  # NaN, too
-        place = errors.index(max(errors))
+    place, error = _largest([abs(a - b) for a, b in zip(values[0], right, strict=True)])
+    if error > TOLERANCE:
         return Verdict("wrong", f"{values[0][place]:.4g}, right {right[place]:.4g}")
     return Verdict("right")
+
+
+def _largest(differences: Sequence[float]) -> tuple[int, float]:
+    """Return the place of the largest, and its value; NaN is infinite."""
+    sizes = [math.inf if math.isnan(size) else size for size in differences]
+    return max(enumerate(sizes), key=itemgetter(1))
