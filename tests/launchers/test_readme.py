@@ -180,6 +180,9 @@ TYPED_ELSEWHERE = {
     "python -m benchmarks.rank_check --data-dir ../shared/data/mnist": (
         *("test_benchmarks.py", '"benchmarks.rank_check"'),
     ),
+    "python -m benchmarks.idioms --out runs/idioms --page docs/idioms.md": (
+        *("test_idioms.py", '"benchmarks.idioms"'),
+    ),
     "python -m benchmarks.to_target --data-dir ../shared/data/mnist --seeds 30": (
         *("test_benchmarks.py", '"benchmarks.to_target"'),
     ),
