@@ -7,12 +7,10 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch.nn.modules import module
-from torch.nn.parallel import distributed
-
 SWITCH = "HVD_TRAINER_FRAMES"
-HIDDEN = (str(Path(__file__).parents[1]) + "/", *(str(one.__file__) for one in (contextlib, module, distributed)))
-"""How the names of files begin that only pass calls on: this package's, and those that call a module's forward."""
+PACKAGE = str(Path(__file__).parents[1]) + "/"
+CALLERS = "/torch/nn/modules/module.py", "/torch/nn/parallel/distributed.py", contextlib.__file__
+"""Files that only call what others have written."""
 
 
 def format_traceback(error: BaseException, environ: Mapping[str, str]) -> str:
@@ -35,9 +33,13 @@ def _hide_frames(shown: traceback.TracebackException) -> int:
     for exception in (shown.__cause__, shown.__context__):
         hidden += 0 if exception is None else _hide_frames(exception)
     stack = shown.stack
-    if not stack or stack[-1].filename.startswith(HIDDEN):
+    if not stack or _passes_on(stack[-1]):
         return hidden
-    others = [frame for frame in stack if not frame.filename.startswith(HIDDEN)]
+    others = [frame for frame in stack if not _passes_on(frame)]
     hidden += len(stack) - len(others)
     shown.stack = traceback.StackSummary.from_list(others)
     return hidden
+
+
+def _passes_on(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(PACKAGE) or frame.filename.endswith(CALLERS)

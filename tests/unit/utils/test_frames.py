@@ -42,11 +42,10 @@ def test_an_error_of_the_package_shows_all() -> None:
 
 
 def test_causes_are_shown_alike() -> None:
+    with pytest.raises(RuntimeError) as cause:
+        fit(options_of(epochs=1), Shapes(), signs(8))
     with pytest.raises(ValueError, match="wrong") as raised:
-        try:
-            fit(options_of(epochs=1), Shapes(), signs(8))
-        except RuntimeError as error:
-            raise ValueError("wrong") from error
+        raise ValueError("wrong") from cause.value
     text = format_traceback(raised.value, {})
     assert "direct cause" in text
     assert "/hvd_trainer/training/" not in text
