@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,7 @@ class Trials:
             profiles=profiles,
             machine=replace(self._machine, other_cores=other_cores(profiles)),
             cores=len(cpu_ids()),
+            machine_cores=os.cpu_count() or 1,
             is_trainer_job=any(profile.on_trainer for profile in profiles),
             facts=facts,
             runs=dict(self.figures),
