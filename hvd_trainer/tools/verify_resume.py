@@ -57,7 +57,7 @@ RANKS_APART = (
     "gradients. Each rank was compared with itself"
 )
 Who = Literal["rank", "launcher", "save"]
-END_S, AFTER_KILL_S, SETTLE_S, POLL_S = 3600.0, 180.0, 45.0, 0.005
+END_S, AFTER_KILL_S, SETTLE_S, POLL_S, SAVE_S = 3600.0, 180.0, 45.0, 0.005, 0.5
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,9 @@ class Script:
             stopped = int(mark.read_text())
             ranks = [other.pid for other in find_processes(place) if other.pid != process.pid]
             before = {pid: saves_of(pid, place.parent) for pid in ranks}
+            # While one rank is stopped, a save of another ends, and what is still open then always is.
+            time.sleep(SAVE_S)
+            before = {pid: files & saves_of(pid, place.parent) for pid, files in before.items()}
             with suppress(psutil.Error, ProcessLookupError):  # what has ended is told below
                 while psutil.Process(stopped).status() != psutil.STATUS_STOPPED:
                     time.sleep(POLL_S)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from hvd_trainer.tools.diagnose.causes import leading
-from hvd_trainer.tools.diagnose.evidence import NO_EXCHANGE, NORMAL, ONE_THREAD, SIGMAS, Cause, Evidence
+from hvd_trainer.tools.diagnose.evidence import NO_EXCHANGE, NORMAL, SIGMAS, Cause, Evidence
 from hvd_trainer.tools.diagnose.own_code import MANY_CALLS
 from hvd_trainer.utils.text import plural
 
@@ -214,13 +214,11 @@ def _about_contention(cause: Cause, evidence: Evidence) -> Iterator[Action]:
     threads, workers = evidence.threads, max(profile.processes for profile in evidence.profiles)
     waiting = f"on {plural(cores, 'core')}, and wait for each other's turn"
     if threads > 1 and threads * ranks > cores:
-        one = evidence.figure(ONE_THREAD)
         text = (
             f"OMP_NUM_THREADS=1, or --threads 1: {ranks} ranks with {threads} threads each are {threads * ranks} "
             f"{waiting}"
         )
-        saved = cause.seconds if one is None else evidence.step_s - one[0]
-        yield _action(cause, evidence, text, saved, words=("--threads", "1"), now=str(threads))
+        yield _action(cause, evidence, text, words=("--threads", "1"), now=str(threads))
         return
     text = (
         "OMP_NUM_THREADS=1, or --threads 1, if the ranks have more threads than that; else they share the "

@@ -17,7 +17,7 @@ from hvd_trainer.tools.diagnose.profile import Blame, RankProfile, Seconds
 from hvd_trainer.tools.diagnose.roles import WAITING
 
 NORMAL, NO_EXCHANGE = "normal", "without exchange"
-ALONE, TWICE, ONE_THREAD = "one rank alone", "alone, twice the batch", "one thread per rank"
+ALONE, TWICE = "one rank alone", "alone, twice the batch"
 SIGMAS = 2.0
 """Standard errors on either side of a figure that its interval has: 95 %."""
 BYTES = {"none": 4, "fp16": 2, "bf16": 2, "powersgd": 4}

@@ -777,8 +777,8 @@ def test_runs_with_parts_left_out_are_planned_only_for_what_is_unexplained() -> 
     assert plan_variants(Evidence(profiles=[make_rank(COMPUTE, CALL)] * 2, **given), normal) == []
     evidence = Evidence(profiles=[make_rank(COMPUTE, reduce_for(10))] * 2, **given)
     variants = plan_variants(evidence, normal)
-    assert [its.label for its in variants] == [NO_EXCHANGE, ALONE, TWICE, "one thread per rank", NORMAL]
-    assert [its.threads for its in variants] == [None, 2, 2, 1, None]
+    assert [its.label for its in variants] == [NO_EXCHANGE, ALONE, TWICE, NORMAL]
+    assert [its.threads for its in variants] == [None, 2, 2, None]
     assert variants[2].options == {"global_batch_size": None, "batch_size": 64}
     variants = plan_variants(replace(evidence, is_trainer_job=False), normal)
     assert [its.label for its in variants] == [NO_EXCHANGE, NORMAL]
