@@ -111,7 +111,7 @@ def _stop_horovod(module: ModuleType) -> None:
 
 def _stop_hvd(module: ModuleType) -> None:
     module._GradientReducer.complete = lambda reducer, parameter: None
-    module._GradientReducer.finish = lambda reducer, optimizer: reducer.reset()
+    module._GradientReducer.finish = lambda reducer: reducer.reset()
     module._AdasumOptimizer.__init__ = _refuse
 
 
