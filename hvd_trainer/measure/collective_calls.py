@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed
 
 from hvd_trainer.measure.stack_record import CallCount, Place, owner_of
-from hvd_trainer.utils.import_hooks import ImportHooks
+from hvd_trainer.utils.import_hooks import ImportHooks, wrap
 from hvd_trainer.utils.tensors import tensors_in
 
 OF_TORCH = (
@@ -50,8 +50,7 @@ class CollectiveCalls:
         """Replace the functions by ones that count."""
         # torch.compile knows collectives by the functions that are there when it is imported.
         importlib.import_module("torch.distributed._functional_collectives")
-        for module in (torch.distributed, torch.distributed.distributed_c10d):
-            self._wrap(module, OF_TORCH)
+        self._wrap(torch.distributed, OF_TORCH)
         names = dict.fromkeys(("horovod.torch", "hvd_trainer.hvd"), lambda module: self._wrap(module, OF_HOROVOD))
         ImportHooks(aliases={}, absent={}, after=names).install()
 
@@ -62,29 +61,25 @@ class CollectiveCalls:
     def _wrap(self, module: ModuleType, names: Sequence[str]) -> None:
         for name in names:
             if hasattr(module, name):
-                setattr(module, name, self._counting(name, getattr(module, name)))
+                wrap(name, functools.partial(self._count, name), module)
 
-    def _counting(self, name: str, function: Any) -> Any:
-        @functools.wraps(function)
-        def count(*args: Any, **kwargs: Any) -> Any:
-            # In a graph of torch.compile nothing can be counted, and anything else here would break it.
-            if torch.compiler.is_compiling() or getattr(self._inside, "one", False):
+    def _count(self, name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+        # In a graph of torch.compile nothing can be counted, and anything else here would break it.
+        if torch.compiler.is_compiling() or getattr(self._inside, "one", False):
+            return function(*args, **kwargs)
+        self._inside.one = True
+        try:
+            place = user_place(sys._getframe(1))
+            if place is None:
                 return function(*args, **kwargs)
-            self._inside.one = True
-            try:
-                place = user_place(sys._getframe(1))
-                if place is None:
-                    return function(*args, **kwargs)
-                began = time.perf_counter()
-                result = function(*args, **kwargs)
-                # An asynchronous call returns at once: its seconds are not those of the collective.
-                is_async = "async" in name or isinstance(result, torch.distributed.Work)
-                self._add((name, place), (args, kwargs), None if is_async else time.perf_counter() - began)
-                return result
-            finally:
-                self._inside.one = False
-
-        return count
+            began = time.perf_counter()
+            result = function(*args, **kwargs)
+            # An asynchronous call returns at once: its seconds are not those of the collective.
+            is_async = "async" in name or isinstance(result, torch.distributed.Work)
+            self._add((name, place), (args, kwargs), None if is_async else time.perf_counter() - began)
+            return result
+        finally:
+            self._inside.one = False
 
     def _add(self, key: tuple[str, Place], arguments: Any, seconds: float | None) -> None:
         number = self._numbers[key] = self._numbers.get(key, -1) + 1

@@ -25,8 +25,16 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from hvd_trainer.measure.steps import FOLDER
 from hvd_trainer.observe.phases import COLLECTIVE, PARTS, exchange_s
 
-STEP_PARTS = ("data", "forward", "backward", "exchange", "straggler", "step", "other")
-"""The parts of a step's time, over all ranks."""
+STEP_PARTS = {
+    "data": "fetching data",
+    "forward": "forward",
+    "backward": "backward",
+    "exchange": "exchanging gradients",
+    "straggler": "waiting for the slowest rank",
+    "step": "the optimizer's update",
+    "other": "the rest",
+}
+"""The parts of a step's time, over all ranks, in words."""
 EXCHANGE_PARTS = ("exchange", "straggler")
 """Parts that are not seen of a script with DistributedDataParallel: they fall into its backward pass."""
 RANKS_DIFFER = "ranks differ"

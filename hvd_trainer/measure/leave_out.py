@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.utils.import_hooks import ImportHooks
+from hvd_trainer.utils.import_hooks import ImportHooks, wrap
 from hvd_trainer.utils.tensors import parameters_of
 
 
@@ -41,7 +41,7 @@ def leave_out_exchange() -> ExitStack:
     replace(undo, DistributedDataParallel, "require_backward_grad_sync", ignored)
     gradients = _Gradients()
     for module in (torch.distributed, torch.distributed.distributed_c10d):
-        replace(undo, module, "all_reduce", gradients.skipping(module.all_reduce, lambda _: _Done()))
+        replace(undo, module, "all_reduce", gradients.skip_in_torch(module.all_reduce))
     after: dict[str, Callable[[ModuleType], None]] = {
         "horovod.torch.optimizer": _stop_horovod,
         "hvd_trainer.hvd.optimizer": _stop_hvd,
@@ -81,19 +81,23 @@ class _Gradients:
             self._places = {weight.grad.data_ptr() for weight in self._parameters if weight.grad is not None}
         return tensor.data_ptr() in self._places
 
-    def skipping(self, function: Any, result: Callable[[Tensor], Any]) -> Any:
-        """Return a function that does nothing for a gradient, its first argument, and returns `result` of it."""
+    def skip(self, function: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Do what a function does that exchanges a tensor and returns it, but nothing for a gradient."""
+        return tensor if self._has(tensor) else function(tensor, *args, **kwargs)
+
+    def skip_in_torch(self, function: Any) -> Any:
+        """Return such a function of torch.distributed, which returns a handle."""
 
         @functools.wraps(function)
         def skip(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return result(tensor) if self._has(tensor) else function(tensor, *args, **kwargs)
+            return _Done() if self._has(tensor) else function(tensor, *args, **kwargs)
 
         return skip
 
     def skip_in_horovod(self, module: ModuleType) -> None:
         """Replace the functions that exchange one tensor and return it."""
         for name in ("allreduce", "allreduce_"):
-            setattr(module, name, self.skipping(getattr(module, name), lambda tensor: tensor))
+            wrap(name, self.skip, module)
 
 
 def _stop_horovod(module: ModuleType) -> None:
@@ -107,7 +111,7 @@ def _stop_horovod(module: ModuleType) -> None:
 
 def _stop_hvd(module: ModuleType) -> None:
     module._GradientReducer.complete = lambda reducer, parameter: None
-    module._GradientReducer.finish = lambda reducer, optimizer: reducer.reset()
+    module._GradientReducer.finish = lambda reducer: reducer.reset()
     module._AdasumOptimizer.__init__ = _refuse
 
 

@@ -40,8 +40,8 @@ class Message:
     """optimizer steps after which the job ends; None: its own end"""
     endless: bool = False
     """a job on the Trainer makes these steps however few epochs it has; another script ends with its data"""
-    hold: tuple[int, int] | None = None
-    """hold this rank after so many optimizer steps, so that it can be killed there: (rank, steps)"""
+    stop_at: tuple[int, int] | None = None
+    """let this rank stop (SIGSTOP) after so many optimizer steps, until a tool lets it continue: (rank, steps)"""
     exchange: bool = True
     """exchange gradients; without it each rank trains a model of its own"""
     trace_steps: int | None = None

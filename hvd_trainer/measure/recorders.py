@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,12 @@ from hvd_trainer.measure.stacks import sampler
 from hvd_trainer.measure.steps import recorder
 from hvd_trainer.utils.files import atomic_write
 
-MARK = "held"
-"""The file in the log folder that has the number of the held process."""
-HOLD_S = 60.0
+MARK = "stopped"
+"""The file in the log folder that has the number of the stopped process."""
 
 
 def recorders(message: Message, rank: int, size: int) -> Iterator[Listener]:
-    """Yield what records the steps and stacks of this rank and traces it, and what holds it."""
+    """Yield what records the steps and stacks of this rank and traces it, and what stops it."""
     log = Path(message.log_dir)
     yield recorder(log, rank)
     if message.sample_stacks:
@@ -30,8 +29,8 @@ def recorders(message: Message, rank: int, size: int) -> Iterator[Listener]:
         from hvd_trainer.measure.trace import Trace  # with what a Trainer needs
 
         yield Trace(log, rank, size, message.trace_steps)
-    if message.hold is not None and message.hold[0] == rank:
-        yield AfterSteps(message.hold[1], partial(_hold, log))
+    if message.stop_at is not None and message.stop_at[0] == rank:
+        yield AfterSteps(message.stop_at[1], partial(_stop, log))
 
 
 class AfterSteps(Listener):
@@ -46,9 +45,9 @@ class AfterSteps(Listener):
             self._call()
 
 
-def _hold(log: Path) -> None:
-    """Leave a mark in the log folder, and wait to be killed there by a tool."""
+def _stop(log: Path) -> None:
+    """Leave a mark in the log folder, and stop until a tool lets this process continue."""
     log.mkdir(parents=True, exist_ok=True)
     with atomic_write(log / MARK) as temporary:
         temporary.write_text(str(os.getpid()))
-    time.sleep(HOLD_S)
+    os.kill(os.getpid(), signal.SIGSTOP)

@@ -35,7 +35,7 @@ from types import ModuleType
 from typing import Any
 
 from hvd_trainer.errors import UserError
-from hvd_trainer.utils.import_hooks import ImportHooks
+from hvd_trainer.utils.import_hooks import ImportHooks, wrap
 
 VARIABLE = "HVD_TRAINER_TRIAL"
 """The environment variable with the arguments of the `FileGuard` of each process of a trial, in JSON."""
@@ -242,25 +242,18 @@ class FileGuard:
 
     def _wrap(self, name: str, position: int, module: ModuleType) -> None:
         """Look before a function writes, and take note of what `torch.load` reads of the user's."""
-        functions: Any = module
-        write = getattr(functions, name)
 
-        @functools.wraps(write)
-        def look_and_write(*args: Any, **kwargs: Any) -> Any:
+        def look_and_write(write: Any, *args: Any, **kwargs: Any) -> Any:
             path = args[position] if len(args) > position else kwargs.get("f", kwargs.get("filename"))
             if isinstance(path, str | bytes | os.PathLike):
                 self.before_write(path, keeps=False)
             return write(*args, **kwargs)
 
-        setattr(functions, name, look_and_write)
-        if hasattr(functions, "load"):
-            functions.load = self._noting(functions.load)
+        wrap(name, look_and_write, module)
+        if hasattr(module, "load"):
+            wrap("load", self._note_and_load, module)
 
-    def _noting(self, load: Any) -> Any:
-        @functools.wraps(load)
-        def note_and_load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(f, str | os.PathLike) and not self._is_own(real := os.path.realpath(f)):
-                self._note(LOADED, real)
-            return load(f, *args, **kwargs)
-
-        return note_and_load
+    def _note_and_load(self, load: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(f, str | os.PathLike) and not self._is_own(real := os.path.realpath(f)):
+            self._note(LOADED, real)
+        return load(f, *args, **kwargs)

@@ -2,7 +2,11 @@
 
 A script is killed, started again with the same words, and its weights are compared in the end. It saves and
 resumes by its own means: in its working folder, or in the folder that stands as {folder} among its words. The run
-that is killed has others than the undisturbed run.
+that is killed has others than the undisturbed run. A rank stops after a random number of steps; from there on
+
+    a rank, the launcher    is killed after a random time
+    a save                  is waited for: the process that has a file of the run open to write is stopped, and
+                            killed if that is still so (what only appends to a file, such as a log, is no save)
 """
 
 from __future__ import annotations
@@ -20,13 +24,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+import psutil
 
 from hvd_trainer.config.checks import Count
 from hvd_trainer.errors import LaunchError, OptionError
+from hvd_trainer.launch.world import detect
 from hvd_trainer.measure.command import read_command
-from hvd_trainer.measure.failure_reason import why_no_step
-from hvd_trainer.measure.figures import RANKS_DIFFER, read_figures
+from hvd_trainer.measure.failure_reason import why_it_failed, why_no_step
+from hvd_trainer.measure.figures import read_figures, read_steps
 from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.measured import SAME_NUMBERS, SAME_SUMS, MeasuredTrial
@@ -45,17 +52,23 @@ ORDER_OF_SUMS = (
     f"in both runs each gradient of a script was a message of its own (`{COMMAND} run {' '.join(SAME_SUMS)}`); "
     "without, three ranks or more add values in another order after a resume. A job on the Trainer needs no option"
 )
-END_S, AFTER_KILL_S, SETTLE_S, POLL_S = 3600.0, 180.0, 45.0, 0.005
+RANKS_APART = (
+    "in the undisturbed run, too, ranks end with other weights than each other: the script may not exchange "
+    "gradients. Each rank was compared with itself"
+)
+Who = Literal["rank", "launcher", "save"]
+END_S, AFTER_KILL_S, SETTLE_S, POLL_S, SAVE_S = 3600.0, 180.0, 45.0, 0.005, 0.5
 
 
 @dataclass(frozen=True)
 class Options:
     """Kill a training again and again, and prove that nothing was lost.
 
-    The script behind -- runs once undisturbed. Then it runs again, and ranks and the launcher are killed after
-    random numbers of steps; after each kill the same command continues. In the end both must have trained the same
-    weights, to the last bit. Each of the two has a working folder of its own; where the script is told its
-    checkpoint, write {folder}: a job that is built on the Trainer needs --log-dir {folder}/log --resume auto.
+    The script behind -- runs once undisturbed. Then it runs again, and ranks and the launcher are killed at random
+    moments, a third of them inside a save; after each kill the same command continues. In the end both must have
+    trained the same weights, to the last bit. Each of the two has a working folder of its own; where the script is
+    told its checkpoint, write {folder}: a job that is built on the Trainer needs --log-dir {folder}/log --resume
+    auto.
 
     Exit codes: 0 nothing was lost, 1 something was, 2 a mistake, or a run failed.
     """
@@ -79,11 +92,27 @@ class Killed(NamedTuple):
 
     victim: str
     steps: int
-    """after which it was killed"""
+    """at least, before it was killed"""
     first_step_s: float
     """from the start to the end of its first step"""
     left: int
     """processes that have outlived the launcher by some seconds, and the launcher, if it did not end"""
+    saving: str = ""
+    """the file that it was writing; empty if it was no save"""
+
+    def __str__(self) -> str:
+        return f"{self.victim} killed" + (f" inside a save of {self.saving}" if self.saving else "")
+
+
+class Finished(NamedTuple):
+    """A start that came to its end."""
+
+    steps: int
+    step_s: float
+    weights: Sequence[str]
+    """digests of the final weights, in rank order"""
+    first_step_s: float
+    """as in `Killed`"""
 
 
 @dataclass(frozen=True)
@@ -94,11 +123,11 @@ class Script:
     engine: str
     ranks: int
 
-    def start(self, place: Path, hold: tuple[int, int] | None = None) -> Start:
+    def start(self, place: Path, stop_at: tuple[int, int] | None = None) -> Start:
         """Return how it is started in `place`, that of one start in the run's.
 
         Args:
-            hold: which rank is held, to be killed, after how many steps.
+            stop_at: which rank stops, and after how many steps.
         """
         place.mkdir(parents=True)
         trial = MeasuredTrial(
@@ -107,15 +136,12 @@ class Script:
             ranks=self.ranks,
             run_options=(*SAME_NUMBERS, *SAME_SUMS),
             endless=False,
-            record={"hold": hold},
+            record={"stop_at": stop_at},
         )
         return in_own_folder(trial.start(place), place.parent)
 
-    def finish(self, place: Path) -> tuple[dict[str, Any], float]:
+    def finish(self, place: Path) -> Finished:
         """Run it to its end in `place`.
-
-        Returns:
-            Its figures, and the seconds from the start to the end of the first step.
 
         Raises:
             LaunchError: it fails, or takes no step.
@@ -129,33 +155,108 @@ class Script:
         figures = read_figures(place, self.ranks, warmup_steps=0)
         if figures is None:
             raise _error(f"took no step{why_no_step(place.parent, place)}", place)
-        return figures, (place / FIRST_STEP).stat().st_mtime - began
+        weights = [str(rank["weights"]) for rank in read_steps(place)]
+        first_step_s = (place / FIRST_STEP).stat().st_mtime - began
+        return Finished(figures["work"]["steps"], figures["step_s"], weights, first_step_s)
 
-    def kill(self, place: Path, rank: int, steps: int, *, launcher: bool) -> Killed:
-        """Start it in `place`, and kill a rank, or the launcher, after so many steps.
+    def kill(self, place: Path, rank: int, steps: int, who: Who, wait_s: float) -> Killed:
+        """Start it in `place`, and kill it at some time after a rank has made so many steps.
+
+        Args:
+            who: a rank, the launcher, or what is inside a save.
+            wait_s: seconds after these steps; for a save, how long one is waited for.
 
         Raises:
-            LaunchError: it does not come to this step.
+            LaunchError: it does not come to this step, or ends before the kill.
         """
-        began, mark = time.time(), place / MARK
+        began, mark, saving = time.time(), place / MARK, ""
         with launched(self.start(place, (rank, steps)), place, place / "output") as process:
             while not mark.exists():
-                if time.time() > began + END_S or process.poll() is not None:
-                    late = "ended before the kill, or hangs: let it train longer, or type fewer --kills"
-                    raise _error(late, place)
+                self._check(process, place, began)
                 time.sleep(POLL_S)
+            stopped = int(mark.read_text())
+            ranks = [other.pid for other in find_processes(place) if other.pid != process.pid]
+            before = {pid: saves_of(pid, place.parent) for pid in ranks}
+            # While one rank is stopped, a save of another ends, and what is still open then always is.
+            time.sleep(SAVE_S)
+            before = {pid: files & saves_of(pid, place.parent) for pid, files in before.items()}
+            with suppress(psutil.Error, ProcessLookupError):  # what has ended is told below
+                while psutil.Process(stopped).status() != psutil.STATUS_STOPPED:
+                    time.sleep(POLL_S)
+                os.kill(stopped, signal.SIGCONT)
+            deadline, victim = time.monotonic() + wait_s, process.pid if who == "launcher" else stopped
+            while time.monotonic() < deadline and not saving and process.poll() is None:
+                if who != "save":
+                    time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
+                    continue
+                for pid in ranks:
+                    if saving := _stopped_in_save(pid, place.parent, before[pid]):
+                        victim = pid
+                        break
+            self._check(process, place, began)
+            name = "the launcher" if victim == process.pid else f"rank {rank_of(victim, rank)}"
             with suppress(ProcessLookupError):
-                os.kill(process.pid if launcher else int(mark.read_text()), signal.SIGKILL)
+                os.kill(victim, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(AFTER_KILL_S)
-            deadline = time.monotonic() + SETTLE_S
+            settle = time.monotonic() + SETTLE_S
             while left := {other.pid for other in find_processes(place)} - {process.pid}:
-                if time.monotonic() > deadline:
+                if time.monotonic() > settle:
                     break
                 time.sleep(POLL_S)
-            victim = "the launcher" if launcher else f"rank {rank}"
             first_step_s = (place / FIRST_STEP).stat().st_mtime - began
-            return Killed(victim, steps, first_step_s, len(left) + (process.poll() is None))
+            return Killed(name, steps, first_step_s, len(left) + (process.poll() is None), saving)
+
+    @staticmethod
+    def _check(process: subprocess.Popen[bytes], place: Path, began: float) -> None:
+        """Check that a start has not ended, and does not hang.
+
+        Raises:
+            LaunchError: it has, or does.
+        """
+        if time.time() > began + END_S or process.poll() is not None:
+            raise _error("ended before the kill, or hangs: let it train longer, or type fewer --kills", place)
+
+
+def saves_of(pid: int, place: Path) -> set[str]:
+    """Return the files of a run that a process has open to write, without those to which it only appends.
+
+    Args:
+        place: of the run.
+    """
+    below, saves = tuple(f"{place / name}{os.sep}" for name in ("files", "folder")), set()
+    with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in entries:
+            with suppress(OSError):  # it is closed again
+                if (path := os.readlink(entry.path)).startswith(below):
+                    info = Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text()
+                    flags = int(info.partition("flags:")[2].split()[0], 8)
+                    if flags & os.O_ACCMODE != os.O_RDONLY and not flags & os.O_APPEND:
+                        saves.add(path)
+    return saves
+
+
+def _stopped_in_save(pid: int, place: Path, before: set[str]) -> str:
+    """Stop a process that is inside a save, and return the name of the file; empty if it is not.
+
+    Args:
+        before: files that it has open all the time.
+    """
+    if not saves_of(pid, place) - before:
+        return ""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+        if saves := saves_of(pid, place) - before:
+            return Path(min(saves)).name
+        os.kill(pid, signal.SIGCONT)
+    return ""
+
+
+def rank_of(pid: int, default: int) -> int:
+    """Return the rank of a process by its environment; `default` if it cannot be read."""
+    with suppress(psutil.Error, LaunchError):
+        return detect(psutil.Process(pid).environ()).rank
+    return default
 
 
 def _error(what: str, place: Path) -> LaunchError:
@@ -171,35 +272,50 @@ class Campaign(NamedTuple):
     last_steps: int
     """that were left after the last kill"""
     same: bool
-    """whether both have trained the same weights"""
+    """whether each rank has trained the same weights in both"""
     ranks: int
+    failure: str = ""
+    """why the job did not run again after the last kill; empty if it did"""
+    ranks_differ: bool = False
+    """whether the ranks of the undisturbed run have other weights than each other"""
+
+    @property
+    def tried(self) -> str:
+        """What was tried, in words."""
+        in_saves = sum(bool(killed.saving) for killed in self.kills)
+        return f"{plural(len(self.kills), 'kill')} at random moments, {in_saves or 'none'} of them inside a save"
 
     def report(self, ran: Ran) -> Report:
         """Return what it proves."""
-        after = f"After {plural(len(self.kills), 'kill')} the final weights are"
-        verdict = Verdict(f"{after} the same, to the last bit.", "sure", badge="NOTHING LOST")
-        if not self.same:
-            verdict = Verdict(f"{after} not those of the undisturbed run.", "failed", badge="OTHER WEIGHTS")
-        verdicts, left = [verdict], plural(sum(killed.left for killed in self.kills), "process", "processes")
+        verdicts, left = (
+            [self._verdict()],
+            plural(sum(killed.left for killed in self.kills), "process", "processes"),
+        )
         if any(killed.left for killed in self.kills):
             text = f"Ranks or launchers outlived a kill: {left} left behind."
             verdicts.append(Verdict(text, "failed", badge=f"{left} LEFT".upper()))
         seconds = [self.kills[0].first_step_s, *self.recoveries_s]
-        starts = [(killed.steps, f"{killed.victim} killed", str(killed.left)) for killed in self.kills]
-        starts.append((self.last_steps, "the end", ""))
+        starts = [(killed.steps, str(killed), killed.victim, str(killed.left)) for killed in self.kills]
+        starts += [] if self.failure else [(self.last_steps, "the end", "", "")]
         rows = [
             (str(number), str(steps), f"{first_s:.1f}", end, others)
-            for number, (first_s, (steps, end, others)) in enumerate(zip(seconds, starts, strict=True), 1)
+            for number, (first_s, (steps, end, _, others)) in enumerate(zip(seconds, starts, strict=True), 1)
+        ]
+        kinds = {"": "the end", "the launcher": "the launcher killed"}
+        recovery = [
+            f"recovery, from a start to its first step: median {median(known):.1f} s, maximum {max(known):.1f} s"
+            for known in [self.recoveries_s]
+            if known
         ]
         return Report(
             ran=ran,
             verdicts=verdicts,
             bars=Bars(
-                "Steps of each start",
+                "Steps of each start, at least",
                 "Each start resumes from what the one before has saved, and makes the steps since then again.",
                 [
-                    Bar(f"start {number}", [("a rank killed" if end.startswith("rank") else end, steps)])
-                    for number, (steps, end, _) in enumerate(starts, 1)
+                    Bar(f"start {number}", [(kinds.get(victim, "a rank killed"), steps)])
+                    for number, (steps, _, victim, _) in enumerate(starts, 1)
                 ],
                 "steps",
                 ["a rank killed", "the launcher killed", "the end"],
@@ -207,13 +323,31 @@ class Campaign(NamedTuple):
             tables=[
                 Table("Each start", ("start", "steps", "s to its first step", "end", "left"), rows, words=(3,))
             ],
+            warnings=[RANKS_APART] if self.ranks_differ else [],
             notes=[
-                f"after the last kill: {plural(self.last_steps, 'step')} to the end",
-                f"recovery, from a start to its first step: median {median(self.recoveries_s):.1f} s, "
-                f"maximum {max(self.recoveries_s):.1f} s",
+                *([] if self.failure else [f"after the last kill: {plural(self.last_steps, 'step')} to the end"]),
+                *recovery,
                 TWO_RANKS if self.ranks == 2 else ORDER_OF_SUMS,
             ],
         )
+
+    def _verdict(self) -> Verdict:
+        if self.failure:
+            last = f"after {self.kills[-1]}"
+            text = f"The job did not run again {last}: {self.failure.rstrip('.')}."
+            details = [f"Tried: {self.tried}."]
+            if self.kills[-1].saving:
+                details.append(
+                    "Write a checkpoint beside the last one, and give it its name when it is whole (os.replace)."
+                )
+            return Verdict(text, "failed", details, badge="DID NOT RESUME")
+        after = f"After {self.tried}, the final weights are"
+        if not self.same:
+            return Verdict(f"{after} not those of the undisturbed run.", "failed", badge="OTHER WEIGHTS")
+        if any(killed.saving for killed in self.kills):
+            return Verdict(f"{after} the same, to the last bit.", "sure", badge="NOTHING LOST")
+        more = "No save was seen, or each was too short: what a kill inside one leaves was not tried."
+        return Verdict(f"{after} the same, to the last bit.", "unsure", [more], badge="NOTHING LOST, NO SAVE HIT")
 
 
 def verify(script: Script, *, kills: int, draw: random.Random, folder: Path) -> Campaign:
@@ -223,29 +357,41 @@ def verify(script: Script, *, kills: int, draw: random.Random, folder: Path) -> 
         LaunchError: the script fails without a kill, or does not resume.
         OptionError: it makes fewer steps than there are kills.
     """
-    undisturbed, _ = script.finish(folder / "undisturbed" / "start-1")
-    steps = undisturbed["work"]["steps"]
-    print(f"undisturbed: {plural(steps, 'step')} of {script.ranks} ranks on {script.engine}", flush=True)
+    undisturbed = script.finish(folder / "undisturbed" / "start-1")
+    steps = undisturbed.steps
+    print(f"undisturbed: {plural(steps, 'step')} of {plural(script.ranks, 'rank')} on {script.engine}", flush=True)
     limit = steps // (kills + 1)  # of each start, so that some are left for the last one
     if limit < 1:
         raise OptionError(f"--kills {kills}: the script makes {plural(steps, 'step')} only")
-    at_launcher = [number % 2 == 1 for number in range(kills)]
-    draw.shuffle(at_launcher)
-    killed = []
-    for number, launcher in enumerate(at_launcher, 1):
-        rank, step = draw.randrange(script.ranks), draw.randrange((limit + 1) // 2, limit + 1)
-        killed.append(script.kill(folder / "killed" / f"start-{number}", rank, step, launcher=launcher))
-        print(f"kill {number}: {killed[-1].victim}, {plural(step, 'step')} after the start", flush=True)
-    disturbed, last_s = script.finish(folder / "killed" / f"start-{kills + 1}")
-    again = disturbed["work"]["steps"]
-    if again >= steps:
+    saves = (kills + 2) // 3
+    plan: list[Who] = ["save"] * saves
+    plan += ["rank" if number % 2 else "launcher" for number in range(kills - saves)]
+    draw.shuffle(plan)
+    killed: list[Killed] = []
+    ranks_differ = len({*undisturbed.weights}) > 1
+    try:
+        for number, who in enumerate(plan, 1):
+            rank, step = draw.randrange(script.ranks), draw.randrange((limit + 3) // 4, (limit + 1) // 2 + 1)
+            wait_s = undisturbed.step_s * (limit / 2 if who == "save" else draw.uniform(0, min(2, limit / 2)))
+            killed.append(script.kill(folder / "killed" / f"start-{number}", rank, step, who, wait_s))
+            print(f"kill {number}: {killed[-1]}, {plural(step, 'step')} or more after the start", flush=True)
+        last = script.finish(folder / "killed" / f"start-{kills + 1}")
+    except LaunchError:
+        place = folder / "killed" / f"start-{len(killed) + 1}"
+        # A start that has taken a step has resumed: what ended it is no kill's.
+        if not killed or (place / FIRST_STEP).exists():
+            raise
+        why, recoveries = why_it_failed(place, 1), [run.first_step_s for run in killed[1:]]
+        return Campaign(killed, recoveries, 0, False, script.ranks, why, ranks_differ)
+    if last.steps >= steps:
         raise LaunchError(
             f"The script does not resume: started again after {plural(kills, 'kill')}, it made all "
-            f"{plural(steps, 'step')} again. Let it save every {plural((limit + 1) // 2, 'step')} at least (or "
+            f"{plural(steps, 'step')} again. Let it save every {plural((limit + 3) // 4, 'step')} at least (or "
             f"train longer, or type fewer --kills), and load at its start what it has saved"
         )
-    same = disturbed["weights"] == undisturbed["weights"] != RANKS_DIFFER
-    return Campaign(killed, [*(run.first_step_s for run in killed[1:]), last_s], again, same, script.ranks)
+    recoveries = [*(run.first_step_s for run in killed[1:]), last.first_step_s]
+    same = last.weights == undisturbed.weights
+    return Campaign(killed, recoveries, last.steps, same, script.ranks, ranks_differ=ranks_differ)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import signal
 from pathlib import Path
@@ -14,10 +15,40 @@ from waiting import wait_for
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools import verify_resume
-from hvd_trainer.tools.verify_resume import Campaign, Killed
+from hvd_trainer.tools.verify_resume import Campaign, Finished, Killed, Script, verify
 
 SCRIPT = str(SCRIPTS / "torch_ddp.py")
 SAME = "the final weights are the same, to the last bit."
+SAVES = """
+import os, sys, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+way, steps = sys.argv[1], 60
+dist.init_process_group("gloo")
+file = "snapshot.pt"
+torch.manual_seed(0)
+model, made = torch.nn.Linear(4, 1), 0
+if os.path.exists(file):
+    saved = torch.load(file)
+    made = saved["made"]
+    model.load_state_dict(saved["model"])
+model = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(made + 1, steps + 1):
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    optimizer.zero_grad()
+    model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        saved = {"made": step, "model": model.module.state_dict(), "large": torch.zeros(2**21)}
+        if way == "torn":
+            torch.save(saved, file)
+        else:
+            torch.save(saved, f"{file}.new")
+            os.replace(f"{file}.new", file)
+dist.destroy_process_group()
+"""
 DIGITS = [
     "-m",
     "hvd_trainer.mnist",
@@ -58,6 +89,45 @@ def test_verify_resume_kills_a_script_and_its_launcher(
     assert recovery is None or 0 < float(recovery[1]) <= float(recovery[2])
 
 
+@pytest.mark.parametrize(
+    ("way", "ranks", "code", "texts"),
+    [
+        (
+            "torn",
+            "1",
+            1,
+            ["The job did not run again after rank 0 killed inside a save of snapshot.pt", "os.replace"],
+        ),
+        pytest.param("whole", "3", 0, [f"1 of them inside a save, {SAME}"], marks=pytest.mark.long),
+    ],
+)
+def test_a_kill_inside_a_save_shows_a_torn_one(
+    way: str, ranks: str, code: int, texts: list[str], tmp_path: Path
+) -> None:
+    """All kills were behind `optimizer.step()`, so that NOTHING LOST was said of such a script, too."""
+    (tmp_path / "train.py").write_text(SAVES)
+    options = ["--np", ranks, "--kills", "1", "--backend", "ddp", "--out", str(tmp_path / "out")]
+    words = ["-m", "hvd_trainer", "verify-resume", *options, "--", "train.py", way]
+    result = launch("python", 1, words, check=False, cwd=tmp_path)
+    said = result.stdout + result.stderr
+    assert not [text for text in texts if text not in said], said
+    assert result.returncode == code
+
+
+@pytest.mark.parametrize(("last", "badge"), [(("a", "b"), "NOTHING LOST"), (("b", "a"), "OTHER WEIGHTS")])
+def test_ranks_with_weights_of_their_own_are_compared_one_by_one(
+    last: tuple[str, str], badge: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Such weights were not those of the undisturbed run, although each rank had the same in both."""
+    ends = iter([Finished(20, 0.1, ("a", "b"), 1.0), Finished(9, 0.1, last, 1.0)])
+    monkeypatch.setattr(Script, "finish", lambda *_: next(ends))
+    monkeypatch.setattr(Script, "kill", lambda *_: Killed("rank 1", 5, 1.0, 0, "last.pt"))
+    campaign = verify(Script([SCRIPT], "ddp", 2), kills=1, draw=random.Random(0), folder=tmp_path)
+    report = campaign.report(RAN)
+    assert report.answer.badge == badge
+    assert report.warnings[0].startswith("in the undisturbed run, too, ranks end with other weights")
+
+
 def test_out_is_tried_before_the_first_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A folder that could not be written to was told after all kills, and the page was lost."""
     monkeypatch.setattr(verify_resume, "verify", lambda *_, **__: pytest.fail("it has begun"))
@@ -78,15 +148,20 @@ def test_sigterm_ends_what_was_started(tmp_path: Path) -> None:
 
 
 def test_what_was_lost_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
-    kills = [Killed("rank 1", 3, 1.0, 0), Killed("the launcher", 4, 2.0, 2)]
+    kills = [Killed("rank 1", 3, 1.0, 0, "last.pt"), Killed("the launcher", 4, 2.0, 2)]
     ran = RAN
-    assert not Campaign(kills[:1], [1.5], 4, same=True, ranks=3).report(ran).has_failed
+    (sure,) = Campaign(kills[:1], [1.5], 4, same=True, ranks=3).report(ran).verdicts
+    assert (sure.state, sure.badge) == ("sure", "NOTHING LOST")
+    (unsure,) = Campaign([kills[1]._replace(left=0)], [1.5], 4, same=True, ranks=3).report(ran).verdicts
+    assert (unsure.state, unsure.badge) == ("unsure", "NOTHING LOST, NO SAVE HIT")
+    assert unsure.text.startswith("After 1 kill at random moments, none of them inside a save, the final weights")
     report = Campaign(kills, [2.0, 4.0], 4, same=False, ranks=2).report(ran)
     report.show()
     assert report.has_failed
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == [
-        "After 2 kills the final weights are not those of the undisturbed run.",
+        "After 2 kills at random moments, 1 of them inside a save, the final weights are not those of the "
+        "undisturbed run.",
         "Ranks or launchers outlived a kill: 2 processes left behind.",
     ]
     assert said[-3:-1] == [

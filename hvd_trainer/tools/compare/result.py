@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any, Literal
 
-from hvd_trainer.measure.figures import RANKS_DIFFER
+from hvd_trainer.measure.figures import RANKS_DIFFER, STEP_PARTS
 from hvd_trainer.measure.formats import percent
 from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.report import Verdict
@@ -18,16 +18,8 @@ from hvd_trainer.measure.trials import RunRecord
 from hvd_trainer.tools.compare.plan import Axis, CompareTrial
 from hvd_trainer.utils.text import plural
 
-PART_TEXTS = {
-    "data_s": "fetching data",
-    "forward_s": "forward",
-    "backward_s": "backward",
-    "exchange_s": "exchanging gradients",
-    "straggler_s": "waiting for the slowest rank",
-    "update_s": "the optimizer's update",
-    "other_s": "the rest",
-}
-"""The parts of a step, by the names of their figures."""
+PART_TEXTS = {f"{'update' if name == 'step' else name}_s": text for name, text in STEP_PARTS.items()}
+"""The parts of a step, by the names of their figures: `step_s` is the whole step."""
 MEDIANS = (
     *("tokens_per_s", "step_s", "step_p50_s", "step_p95_s", *PART_TEXTS, "bubble"),
     *("startup_s", "peak_memory_mb", *FIRST),

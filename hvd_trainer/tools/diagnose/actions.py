@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from hvd_trainer.tools.diagnose.causes import leading
-from hvd_trainer.tools.diagnose.evidence import NO_EXCHANGE, NORMAL, ONE_THREAD, SIGMAS, Cause, Evidence
+from hvd_trainer.tools.diagnose.evidence import NO_EXCHANGE, NORMAL, SIGMAS, Cause, Evidence
 from hvd_trainer.tools.diagnose.own_code import MANY_CALLS
 from hvd_trainer.utils.text import plural
 
@@ -48,6 +48,8 @@ class Action:
     """an option of the job and its value; of a script, of `run`"""
     now: str = ""
     """the value that the option has"""
+    changes_numbers: bool = False
+    """whether the training computes something else with it, such as steps of another batch"""
 
     @property
     def vary(self) -> str:
@@ -58,7 +60,8 @@ class Action:
 def find_actions(causes: Sequence[Cause], evidence: Evidence) -> list[Action]:
     """Return the best few actions, that with the largest gain first; none whose gain may be noise.
 
-    There is one about the largest cause, and about the largest of the job's own, if any is known.
+    There is one about the largest cause, and about the largest of the job's own, if any is known. What changes no
+    number of the training comes before what does.
     """
     useful: list[Action] = []
     first: list[Action] = []
@@ -69,17 +72,23 @@ def find_actions(causes: Sequence[Cause], evidence: Evidence) -> list[Action]:
             good = good or [replace(action, speed=1.0, low=1.0, high=1.0) for action in made[:1]]
             first += sorted(good, key=lambda action: -action.speed)[:1]
         useful += good
-    others = sorted((one for one in useful if one not in first), key=lambda one: -round(one.speed, 6))
-    kept = [*first, *others][:MAX_ACTIONS]
-    # Where nobody knows the gain, that of the leading causes comes first.
-    return sorted(kept, key=lambda one: (one.speed > 1 or one not in first, -round(one.speed, 6)))
+    others = (one for one in useful if one not in first)
+    ranked = sorted(others, key=lambda one: (one.changes_numbers, -round(one.speed, 6)))
+    kept = [*first, *ranked][:MAX_ACTIONS]
+
+    def place(one: Action) -> tuple[bool, bool, float]:
+        # Where nobody knows the gain, that of the leading causes comes first.
+        return one.changes_numbers, one.speed > 1 or one not in first, -round(one.speed, 6)
+
+    return sorted(kept, key=place)
 
 
 def _advice(cause: Cause, evidence: Evidence) -> Iterator[Action]:
     if cause.kind in MAKERS:
         yield from MAKERS[cause.kind](cause, evidence)
     elif CAUSES[cause.kind].advice:
-        text = CAUSES[cause.kind].advice.format(**{**cause.details, "where": _at(cause), "rank": cause.rank})
+        own = {**cause.details, "where": _at(cause), "rank": cause.rank}
+        text = cause.details.get("advice") or CAUSES[cause.kind].advice.format(**own)
         yield _action(cause, evidence, text, cause.details.get("saved_s"))
 
 
@@ -185,7 +194,7 @@ def _about_exchange(cause: Cause, evidence: Evidence) -> Iterator[Action]:
             "exchange less often (several backward passes per optimizer step: no_sync, or "
             "backward_passes_per_step), or compress the gradients"
         )
-        yield _action(cause, evidence, text, fewer_s)
+        yield _action(cause, evidence, text, fewer_s, changes_numbers=True)
         return
     if facts.get("passes", 1) == 1:
         text = (
@@ -193,10 +202,11 @@ def _about_exchange(cause: Cause, evidence: Evidence) -> Iterator[Action]:
             f"is then {ADVISED_ACCUMULATE} times as large, so look at the learning rate"
         )
         words = ("--accumulate", str(ADVISED_ACCUMULATE))
-        yield _action(cause, evidence, text, fewer_s, words=words, now="1")
+        yield _action(cause, evidence, text, fewer_s, words=words, now="1", changes_numbers=True)
     if facts.get("compression", "none") == "none" and bandwidth > latency:
         text = "--compression fp16: half the bytes on the wire; the last bits of gradients are lost"
-        yield _action(cause, evidence, text, bandwidth / 2, words=("--compression", "fp16"), now="none")
+        words = ("--compression", "fp16")
+        yield _action(cause, evidence, text, bandwidth / 2, words=words, now="none", changes_numbers=True)
 
 
 def _about_contention(cause: Cause, evidence: Evidence) -> Iterator[Action]:
@@ -204,13 +214,11 @@ def _about_contention(cause: Cause, evidence: Evidence) -> Iterator[Action]:
     threads, workers = evidence.threads, max(profile.processes for profile in evidence.profiles)
     waiting = f"on {plural(cores, 'core')}, and wait for each other's turn"
     if threads > 1 and threads * ranks > cores:
-        one = evidence.figure(ONE_THREAD)
         text = (
             f"OMP_NUM_THREADS=1, or --threads 1: {ranks} ranks with {threads} threads each are {threads * ranks} "
             f"{waiting}"
         )
-        saved = cause.seconds if one is None else evidence.step_s - one[0]
-        yield _action(cause, evidence, text, saved, words=("--threads", "1"), now=str(threads))
+        yield _action(cause, evidence, text, words=("--threads", "1"), now=str(threads))
         return
     text = (
         "OMP_NUM_THREADS=1, or --threads 1, if the ranks have more threads than that; else they share the "
@@ -261,7 +269,8 @@ def _about_overhead(cause: Cause, evidence: Evidence) -> Iterator[Action]:
         f"--batch-size {2 * batch}: twice the samples for a step that takes {more_s / evidence.step_s:.0%} "
         f"longer; the global batch doubles, so look at the learning rate"
     )
-    yield _action(cause, evidence, text, saved, words=("--batch-size", str(2 * batch)), now=str(batch))
+    words = ("--batch-size", str(2 * batch))
+    yield _action(cause, evidence, text, saved, words=words, now=str(batch), changes_numbers=True)
 
 
 MAKERS: dict[str, Callable[[Cause, Evidence], Iterator[Action]]] = {

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
@@ -34,6 +34,7 @@ from hvd_trainer.tools.diagnose.evidence import (
 )
 from hvd_trainer.tools.diagnose.own_code import of_collectives, of_lone, of_starts, starts_s
 from hvd_trainer.tools.diagnose.profile import Blame, RankProfile, Seconds, Stack, hottest_line, library_line
+from hvd_trainer.tools.diagnose.python_loops import loop_around
 from hvd_trainer.tools.diagnose.roles import LONE, START, WAITING
 from hvd_trainer.utils.text import plural
 
@@ -53,8 +54,12 @@ CALLS = (".step", "loss", "cross_entropy")
 """Ends of calls by which a script's loop enters a library for it."""
 MIN_OTHER_CORES = 0.15
 """Cores that other programs use, from which they can be a cause."""
-MIN_MORE = 1.1
-"""How many times as many elements a rank that has more to do must have."""
+MIN_MORE = 0.03
+"""Fraction by which a rank that has more to do must have more elements."""
+MAX_LONGER = 3.0
+"""How many times this fraction it may take longer for them."""
+EVERY_STEP = ("model", "own forward", "backward", "update", "loss")
+"""Roles of what a step cannot do without."""
 MIN_SWAPPED = 1000
 """Pages that go to the swap or come from it in a run, from which it is a cause."""
 BUCKETS_MB = (1, 4, 12, 25, 64, 128)
@@ -119,12 +124,16 @@ def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[C
             seconds = cost.blocked
         if role in ("own forward", "model", "backward") or (role == "script" and line is not None):
             seconds = min(seconds, in_lines)
+        is_model = role in ("own forward", "model") and line is not None and not cost.waits
+        if is_model and line is not None and loop_around(line.frame.file, line.frame.line) is not None:
+            kind, seconds = "loop", _through_s(profile.main(role), line)
         if is_swapping and role != "data":
             seconds = min(seconds, cost.cpu * (1 - profile.in_kernel))
         is_own = line is not None or role == "data"
         if role in ("loss", "update", "metric") and line is not None and line.frame.call.endswith(CALLS):
             is_own = False  # the script's own optimizer.step(), say
-        if seconds < limit * (1 if is_own and kind != "computing" else MIN_LIBRARY_SHARE / MIN_SHARE):
+        is_training = kind in ("computing", "loop")  # which computes what the training needs
+        if seconds < limit * (1 if is_own and not is_training else MIN_LIBRARY_SHARE / MIN_SHARE):
             continue
         where: object = line or library_line(profile.main(role)) or role
         if role == "data":
@@ -136,6 +145,12 @@ def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[C
         text = f"{ms(seconds)} of {ms(evidence.step_s)} ms: {where}; it {how} (CPU time {ms(cost.cpu)} ms){about}"
         saved_s = seconds / 2 if role == "update" and line is None else seconds
         yield Cause(kind, seconds, cost.error, text, line, details={"where": str(where), "saved_s": saved_s})
+
+
+def _through_s(stacks: Iterable[Stack], line: Blame) -> float:
+    """Return the seconds of a step of stacks through a line."""
+    places = ((stack, {frame.location for frame in stack.user_frames()}) for stack in stacks)
+    return sum(stack.typical.own for stack, locations in places if line.frame.location in locations)
 
 
 def _worker_line(profile: RankProfile) -> Blame | None:
@@ -180,7 +195,9 @@ def _of_stragglers(evidence: Evidence, limit: float) -> Iterator[Cause]:
     is_alone = excess[role] > 0.5 * sum(value for value in excess.values() if value > 0)
     at_line = f"; {ms(excess[role])} ms more at {line}" if line is not None and is_alone else ""
     details: dict[str, Any] = {}
-    if usual and profile.elements > MIN_MORE * usual:
+    more = profile.elements / usual - 1 if usual else 0.0
+    # Attention takes twice as much longer as its rows are.
+    if more >= MIN_MORE and more >= (busy[slowest] / max(others_s, 1e-9) - 1) / MAX_LONGER:
         kind, ratio = "more work", profile.elements / usual
         details = {"ratio": ratio, "saved_s": seconds * len(others) / evidence.ranks}
         text += f"; its batches have {ratio:.3g} times as many elements"
@@ -191,10 +208,11 @@ def _of_stragglers(evidence: Evidence, limit: float) -> Iterator[Cause]:
         kind = "slow rank"
         cpu = [sum(cost.cpu for name, cost in table.items() if name not in WAITING) for table in tables]
         text += (
-            f"{at_line}, for batches of the same size; its CPU time is {ms(cpu[slowest])} ms, that of the others "
-            f"{ms(mean(cpu[r] for r in others))}"
+            f"{at_line}, for batches {'of the same size' if usual else 'whose size is not seen'}; its CPU time is "
+            f"{ms(cpu[slowest])} ms, that of the others {ms(mean(cpu[r] for r in others))}"
         )
         or_at = f", or at what it has to do more than the others at {line}" if at_line else ""
+        or_at += "" if usual else ", or at the length of its samples"
         details, line = {"or_at": or_at}, None
     error = math.sqrt(sum(t.variance for table in tables for name, t in table.items() if name not in WAITING))
     yield Cause(kind, seconds, error, text, line, slowest, details)
@@ -268,7 +286,10 @@ def _of_queue(evidence: Evidence, throttled_s: float) -> Iterator[Cause]:
     about = f"{text}; other programs keep {machine.other_cores:.1f} of {cores} busy{named}"
     yield Cause("programs", seconds * by_others, error, about, details={"programs": named})
     about = f"{text}; they wait for each other: the job itself keeps {evidence.run_cores:.1f} of {cores} busy"
-    yield Cause("contention", seconds * (1 - by_others), error, about)
+    kind = "pinned" if evidence.pinned else "contention"
+    allowed = ", ".join(map(str, sorted(evidence.pinned)))
+    details = {"allowed": allowed, "machine_cores": evidence.machine_cores, "ranks": evidence.ranks}
+    yield Cause(kind, seconds * (1 - by_others), error, about, details=details)
 
 
 def _of_hiccups(evidence: Evidence) -> Iterator[Cause]:
@@ -301,6 +322,11 @@ def _of_hiccups(evidence: Evidence) -> Iterator[Cause]:
         f"its {role}{'' if line is None else f': {line}'}"
     )
     details = {"often": often, "size_ms": 1000 * size_s, "where": f"its {role}"}
+    if role in EVERY_STEP:
+        details["advice"] = (
+            f"its {role} is a part of each step, and takes {1000 * size_s:.0f} ms longer {often}: look at what "
+            f"comes at these times, such as batches of another shape, garbage collection, or new memory"
+        )
     error = seconds / math.sqrt(len(profile.slow)) / SIGMAS
     yield Cause("hiccups", seconds, error, text, line, None if evidence.ranks == 1 else rank, details)
 
@@ -395,7 +421,7 @@ def _of_contention(evidence: Evidence, known: Sequence[Cause]) -> Iterator[Cause
     alone, apart = evidence.figure(ALONE, "compute_s"), evidence.figure(NO_EXCHANGE, "compute_s")
     if alone and apart:
         text = f"computing takes {ms(apart[0])} ms beside the other ranks, {ms(alone[0])} alone"
-        seconds = apart[0] - alone[0] - _sum(known, "contention", "programs")
+        seconds = apart[0] - alone[0] - _sum(known, "contention", "pinned", "programs")
         yield Cause("contention", max(0.0, seconds), math.hypot(alone[1], apart[1]), text)
 
 

@@ -17,7 +17,7 @@ from hvd_trainer.tools.diagnose.profile import Blame, RankProfile, Seconds
 from hvd_trainer.tools.diagnose.roles import WAITING
 
 NORMAL, NO_EXCHANGE = "normal", "without exchange"
-ALONE, TWICE, ONE_THREAD = "one rank alone", "alone, twice the batch", "one thread per rank"
+ALONE, TWICE = "one rank alone", "alone, twice the batch"
 SIGMAS = 2.0
 """Standard errors on either side of a figure that its interval has: 95 %."""
 BYTES = {"none": 4, "fp16": 2, "bf16": 2, "powersgd": 4}
@@ -58,6 +58,8 @@ class Evidence:
     """of the normal runs, in rank order; at least one"""
     machine: MachineUse = field(default_factory=MachineUse)
     cores: int = 1
+    """that the job may use"""
+    machine_cores: int = 1
     """of this machine"""
     is_trainer_job: bool = False
     """whether the job takes the Trainer's options, also where it ended before `facts` were known"""
@@ -96,6 +98,12 @@ class Evidence:
     def run_cores(self) -> float:
         """Cores that the job keeps busy."""
         return sum(profile.cores for profile in self.profiles)
+
+    @property
+    def pinned(self) -> set[int]:
+        """The cores that the ranks may use, if these are fewer than the ranks and the machine has others."""
+        allowed = {core for profile in self.profiles for record in profile.records for core in record.cores}
+        return allowed if len(allowed) < min(self.ranks, self.machine_cores) else set()
 
     @property
     def free_cores(self) -> float:

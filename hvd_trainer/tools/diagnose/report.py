@@ -43,9 +43,9 @@ PARTS = {
 """Roles by the names of their parts of a step; one that is not listed is called as it is."""
 PLACES = {
     **dict.fromkeys(("data waits", "data computes"), "data"),
-    **dict.fromkeys(("programs", "contention", "throttled", "stolen"), QUEUE),
+    **dict.fromkeys(("programs", "contention", "pinned", "throttled", "stolen"), QUEUE),
     **dict.fromkeys(("slow line", "slow rank", "more work", "overlap"), PARTS["exchange"]),
-    **dict.fromkeys(("computing", "overhead"), PARTS["model"]),
+    **dict.fromkeys(("computing", "overhead", "loop"), PARTS["model"]),
     "gil": GIL,
     "loader starts": PARTS["start"],
 }
@@ -71,7 +71,17 @@ class Diagnosis:
 
     @property
     def causes(self) -> list[Cause]:
-        """Those that are more than the noise."""
+        """Those that are more than the noise; last those about which all that is advised changes the training."""
+
+        def is_last(cause: Cause) -> bool:
+            actions = self.actions_on(cause)
+            return bool(actions) and all(action.changes_numbers for action in actions)
+
+        return sorted(self.by_size, key=is_last)
+
+    @property
+    def by_size(self) -> list[Cause]:
+        """Those, the largest first."""
         return [cause for cause in self.candidates if cause.is_clear]
 
     @property
@@ -82,7 +92,7 @@ class Diagnosis:
     @cached_property
     def actions(self) -> list[Action]:
         """What to do about them."""
-        return find_actions(self.causes, self.evidence)
+        return find_actions(self.by_size, self.evidence)
 
     @cached_property
     def switches(self) -> list[Switch]:
@@ -116,7 +126,7 @@ def _verdicts(diagnosis: Diagnosis) -> Iterator[Verdict]:
         at = f"{switch.where}: " if switch.where else ""
         yield Verdict(f"On in every step: {at}{switch.text}.", "sure", badge="ON IN EVERY STEP")
     for cause in causes:
-        place = "The largest loss" if cause is causes[0] else "A loss"
+        place = "The largest loss" if cause is diagnosis.by_size[0] else "A loss"
         share = f"{cause.seconds / evidence.step_s:.0%}"
         shown = cause.evidence[:1].upper() + cause.evidence[1:]
         actions = diagnosis.actions_on(cause)
@@ -144,7 +154,7 @@ def _to_do(cause: Cause, diagnosis: Diagnosis) -> Iterator[str]:
     for action in actions:
         gain = f" (expected: {action.speed:.2f} times the samples/s, {action.low:.2f} to {action.high:.2f})"
         yield f"To do: {action.text}{gain if action.speed > 1 else ''}."
-    if not actions and cause in leading(diagnosis.causes):
+    if not actions and cause in leading(diagnosis.by_size):
         yield "Nothing is known that makes this cheaper."
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.tool_folder import remove_inner
 from hvd_trainer.measure.trials import RunRecord, Trial, TrialRunner, in_rounds
 from hvd_trainer.tools.diagnose.causes import MIN_SHARE, OF_THE_MACHINE, find_causes, quiet_s
-from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, ONE_THREAD, TWICE, Evidence, Line
+from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, TWICE, Evidence, Line
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch, other_cores
 from hvd_trainer.tools.diagnose.own_code import of_collectives
 from hvd_trainer.tools.diagnose.profile import RankProfile, mark_lone, merge, read_profiles
@@ -71,6 +72,7 @@ class Trials:
             profiles=profiles,
             machine=replace(self._machine, other_cores=other_cores(profiles)),
             cores=len(cpu_ids()),
+            machine_cores=os.cpu_count() or 1,
             is_trainer_job=any(profile.on_trainer for profile in profiles),
             facts=facts,
             runs=dict(self.figures),
@@ -166,7 +168,11 @@ def steps_of(seconds: float, step_s: float) -> int:
 
 
 def plan_variants(evidence: Evidence, normal: MeasuredTrial) -> list[MeasuredTrial]:
-    """Return the trials of each round: those that may explain what the normal runs have left unexplained."""
+    """Return the trials of each round: those that may explain what the normal runs have left unexplained.
+
+    Without the exchange: to advise fewer or smaller exchanges, or that they overlap. One rank alone, with its
+    batch and with twice of it: to advise a larger batch. All else is proved by `compare --vary`.
+    """
     facts, ranks = evidence.facts, normal.ranks
     causes = find_causes(evidence)
     # What the machine has taken explains nothing of what is left.
@@ -186,7 +192,5 @@ def plan_variants(evidence: Evidence, normal: MeasuredTrial) -> list[MeasuredTri
         for label, factor in ((ALONE, 1), (TWICE, 2)):
             sizes = {"global_batch_size": None, "batch_size": factor * facts["batch_size"]}
             variants.append(replace(single, label=label, options=sizes))
-        if facts["device"] == "cpu" and facts["threads"] > 1:
-            variants.append(replace(normal, label=ONE_THREAD, threads=1))
     # Last, for if the budget is short, its stacks are known already.
     return [*variants, normal] if variants else []

@@ -41,6 +41,7 @@ from hvd_trainer.tools.diagnose.causes import find_causes
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, TWICE, Cause, Evidence, Line
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch, other_cores
 from hvd_trainer.tools.diagnose.profile import RankProfile, mark_lone, read_profiles, together_s
+from hvd_trainer.tools.diagnose.python_loops import loop_around
 from hvd_trainer.tools.diagnose.report import Diagnosis, conclude
 from hvd_trainer.tools.diagnose.roles import IN_TRAINER, role_of
 from hvd_trainer.tools.diagnose.speedscope import speedscope
@@ -73,6 +74,12 @@ COLLECTIVE = Frame(
 EVALUATE = Frame("/home/train.py", 63, "<module>", "evaluate", "user")
 BATCHES = Frame("/home/train.py", 50, "main", "for x in loader", "user")
 ENGINE = Frame("/v/site-packages/torch/autograd/graph.py", 9, "run", "run_backward", "library")
+
+
+BACKWARD = Frame("/home/train.py", 51, "main", "loss.backward", "user")
+MODEL = Path(__file__).parents[2] / "scripts" / "recurrent_model.py"
+STEPS_OF_TIME = Frame(str(MODEL), 17, "Recurrent.forward", "torch.tanh", "user")
+LAYERS = Frame(str(MODEL), 28, "Deep.forward", "layer", "user")
 
 
 class Part(NamedTuple):
@@ -290,6 +297,54 @@ CASES = {
         *("script", 50, "train.py:60 main, average: do this every few steps only"),
         known={"is_trainer_job": False},
     ),
+    # Threads in the queue for the one core that all ranks may use: it was "OMP_NUM_THREADS=1, or --threads 1".
+    "ranks that are pinned to one core": Case(
+        (make_rank(COMPUTE._replace(ms=40, queued=0.75, cpu=0.25), cores=(3,)),),
+        *("pinned", 30, "2 ranks may use core 3 only, of 8 (affinity: taskset, numactl"),
+        known={"cores": 1, "machine_cores": 8, "facts": FACTS | {"threads": 2}},
+    ),
+    # Attention over rows that are a twentieth longer: it was "a rank that is slower at the same work".
+    "longer rows": Case(
+        (make_rank(COMPUTE, reduce_for(1)), make_rank(COMPUTE._replace(ms=11), elements=105)),
+        *("more work", 1, "give all ranks the same: rank 1 has 1.05 times the elements"),
+        rank=1,
+    ),
+    "a slower rank that has a little more": Case(
+        (make_rank(COMPUTE, reduce_for(20)), make_rank(COMPUTE._replace(ms=30), elements=105)),
+        *("slow rank", 20, "look at rank 1's machine"),
+        rank=1,
+    ),
+    "a slower rank whose batches are not seen": Case(
+        (make_rank(COMPUTE, reduce_for(20), elements=0), make_rank(COMPUTE._replace(ms=30), elements=0)),
+        *(
+            "slow rank",
+            20,
+            "look at rank 1's machine (clock rate, temperature, limits, programs beside it), or at the",
+        ),
+        *("batches whose size is not seen", 1),
+    ),
+    "a Python loop in the model": Case(
+        (make_rank(Part(50, (LOOP, MODULE, STEPS_OF_TIME), cpu=1.0)),),
+        *("loop", 50, f"{STEPS_OF_TIME}: this runs again and again in Python"),
+    ),
+    "layers of a model": Case((make_rank(Part(50, (LOOP, MODULE, LAYERS), cpu=1.0)),), ""),
+    # It was "loss.backward: it takes 500 ms every 10 steps; do it less often, or in a thread or process".
+    "slow backward passes now and then": Case(
+        (
+            make_rank(
+                COMPUTE,
+                Part(50, (BACKWARD, ENGINE), "backward", cpu=1.0, slow=1.0),
+                durations_ms=(*[10] * 9, 510),
+            ),
+        ),
+        *(
+            "hiccups",
+            50,
+            "its backward is a part of each step, and takes 500 ms longer every 10 steps: look at what",
+        ),
+        rank=0,
+        known={"is_trainer_job": False},
+    ),
     "more work": Case(
         (make_rank(COMPUTE, reduce_for(20)), make_rank(COMPUTE._replace(ms=30), elements=300)),
         *("more work", 20, "give all ranks the same: rank 1 has 3 times the elements"),
@@ -411,6 +466,41 @@ def test_verdict_on(name: str) -> None:
     assert advice[0].text.startswith(case.advice)
     assert "--batch-size" not in advice[0].text or case.kind == "swap"
     assert sum(cause.seconds for cause in causes) <= 1.02 * case.evidence.step_s, "a sample of time counts twice"
+
+
+def test_what_changes_no_number_comes_first() -> None:
+    """Exchanging less often, which changes the batch, stood above the line to mend."""
+    script = Part(8, (SHARED,))
+    rank = make_rank(COMPUTE, script, reduce_for(40))
+    runs = runs_of(58, 18, 18, 36, 0)
+    evidence = Evidence(profiles=[rank, rank], cores=8, facts={}, runs=runs, line=LINE)
+    verdicts = report_on(evidence).verdicts
+    assert [verdict.text.partition(",")[0] for verdict in verdicts] == [
+        "A loss: your own code between the batches",
+        "The largest loss: exchanging gradients",
+    ]
+    made = find_actions(find_causes(evidence), evidence)
+    assert [action.changes_numbers for action in made] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("source", "loop"),
+    [
+        ("for t in range(n):\n        x = f(x)", 2),
+        ("for t in range(self.steps):\n        x = f(x)", 2),
+        ("while x.any():\n        x = f(x)", 2),
+        ("y = [\n        f(part) for part in x]", 2),
+        ("for layer in self.layers:\n        x = layer(x)", None),
+        ("for n, layer in enumerate(self.blocks.values()):\n        x = layer(x)", None),
+        ("for n in range(len(self.layers)):\n        x = self.layers[n](x)", None),
+        ("if x:\n        x = f(x)", None),
+        ("for t in range(n): pass\n    if x:\n        x = f(x)", None),
+    ],
+)
+def test_loops_over_layers_are_no_loops(source: str, loop: int | None, tmp_path: Path) -> None:
+    file = tmp_path / f"model-{abs(hash(source))}.py"
+    file.write_text(f"def forward(self, x, n, f):\n    {source}\n")
+    assert loop_around(str(file), len(file.read_text().splitlines())) == loop
 
 
 def test_causes_that_go_on_at_once_are_said_to() -> None:
@@ -687,8 +777,8 @@ def test_runs_with_parts_left_out_are_planned_only_for_what_is_unexplained() -> 
     assert plan_variants(Evidence(profiles=[make_rank(COMPUTE, CALL)] * 2, **given), normal) == []
     evidence = Evidence(profiles=[make_rank(COMPUTE, reduce_for(10))] * 2, **given)
     variants = plan_variants(evidence, normal)
-    assert [its.label for its in variants] == [NO_EXCHANGE, ALONE, TWICE, "one thread per rank", NORMAL]
-    assert [its.threads for its in variants] == [None, 2, 2, 1, None]
+    assert [its.label for its in variants] == [NO_EXCHANGE, ALONE, TWICE, NORMAL]
+    assert [its.threads for its in variants] == [None, 2, 2, None]
     assert variants[2].options == {"global_batch_size": None, "batch_size": 64}
     variants = plan_variants(replace(evidence, is_trainer_job=False), normal)
     assert [its.label for its in variants] == [NO_EXCHANGE, NORMAL]

@@ -64,7 +64,7 @@ def write_parity(folder: Path) -> Path:
 
 
 def write_resume(folder: Path) -> Path:
-    kills = [Killed("rank 1", 5, 4.0, 0), Killed("the launcher", 4, 3.0, 0)]
+    kills = [Killed("rank 1", 5, 4.0, 0, "last.pt"), Killed("the launcher", 4, 3.0, 0)]
     Campaign(kills, [3.0, 3.3], 9, same=True, ranks=3).report(RAN).write(folder, "resume")
     return folder / "resume.html"
 

@@ -5,6 +5,7 @@ Resume, torn lines and time limits belong to the runner that they share: test_ru
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from contextlib import suppress
@@ -15,6 +16,7 @@ import pytest
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.tool_folder import MARKER, locked_folder
+from hvd_trainer.tools import show
 from hvd_trainer.tools.compare import cli as compare
 from hvd_trainer.tools.diagnose import cli as diagnose
 from hvd_trainer.tools.parity import cli as parity
@@ -86,6 +88,19 @@ def test_a_folder_with_files_of_others_is_refused(tool: Any, tmp_path: Path) -> 
         tool.main(["--out", str(tmp_path / "out"), "--", *JOB])
     assert (tmp_path / "user" / "running" / "notes").read_text() == "of the user"
     assert [path.name for path in (tmp_path / "user").iterdir()] == ["running"]
+
+
+def test_show_draws_into_no_folder_of_others(tmp_path: Path) -> None:
+    """It removed `proj/running`."""
+    (tmp_path / "run").mkdir()
+    known = {"event": "epoch", "step": 1, "time": 2.0, "started_at": 1.0, "train_loss": 0.5}
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(known) + "\n")
+    kept = tmp_path / "proj" / "running" / "notes"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("of the user")
+    with pytest.raises(OptionError, match="has files that show did not write, such as running"):
+        show.main([str(tmp_path / "run"), "--out", str(tmp_path / "proj")])
+    assert kept.read_text() == "of the user"
 
 
 @every_tool
