@@ -14,6 +14,7 @@ join_next_world   take that place, and start there
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import signal
 import socket
@@ -48,6 +49,7 @@ from hvd_trainer.rendezvous.shared_stores import shared_stores
 from hvd_trainer.utils import accelerator, network
 from hvd_trainer.utils.process import cpu_ids, set_variables, start_time
 
+logger = logging.getLogger(__name__)
 SILENT_GRACE_S = 1.0
 TRACEBACK_GRACE_S = 3.0
 """How long a rank that another one has failed waits for its launcher to end it. Launchers blame the rank that ends
@@ -181,6 +183,8 @@ class Session:
         me = self._rank_info(own_address or network.outward_address(host, 1))
         self.world, self.peers = ranks.meet(self._store, self.world, me)
         self.devices = choose_devices(self.world, self.options.device, self._requested_devices)
+        if self.world.is_first and (warning := ranks.one_per_node_warning(self.world, self.peers)):
+            logger.warning("warning: %s", warning)
         self.job = ranks.job_identity(self.peers, self.slurm_job)
         self.address = me.address if self.world.num_nodes > 1 else network.LOOPBACK
         # Set until the end, because groups are made later, too: Gloo would resolve the host's own name for each.

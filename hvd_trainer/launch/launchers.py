@@ -38,10 +38,12 @@ class Launcher:
     """the port at which its ranks meet: two of its jobs differ in it if in nothing else"""
     optional: tuple[str, ...] = ()
     """variables that some of those who set the others leave out"""
+    job: tuple[str, ...] = ()
+    """variables that together tell its jobs apart on a node; some may not be set"""
 
     def variables(self) -> tuple[str, ...]:
         """Return the names that tell a rank its place."""
-        others = ("name", "host", "group", "markers", "port", "optional")
+        others = ("name", "host", "group", "markers", "port", "optional", "job")
         names = (getattr(self, f.name) for f in fields(self) if f.name not in others)
         return tuple(name for name in names if name)
 
@@ -65,9 +67,15 @@ class Launcher:
 
 NUMBER = "[0-9]{1,10}"
 """int() would also take "1_0", "+1" and other alphabets' digits, which no launcher writes."""
-HOROVOD_NAMES = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
 HYDRA_NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def _four(prefix: str) -> tuple[str, str, str, str]:
+    """Return the names of rank and size, and of both on the node."""
+    return f"{prefix}_RANK", f"{prefix}_SIZE", f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE"
+
+
 HAND = Launcher("hand", *TORCH_NAMES, port="MASTER_PORT", optional=TORCH_NAMES[2:])
 """Whoever sets what `init_process_group("env://")` asks for: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
 # WORLD_SIZE alone is a marker only where nobody else has started the process: batch scripts often set it for all
@@ -75,15 +83,33 @@ HAND = Launcher("hand", *TORCH_NAMES, port="MASTER_PORT", optional=TORCH_NAMES[2
 BY_HAND = replace(HAND, markers=("RANK", "LOCAL_RANK")), HAND
 LAUNCHERS = (
     Launcher("run", "HVD_TRAINER_RANK", "HVD_TRAINER_SIZE", "HVD_TRAINER_LOCAL_RANK", "HVD_TRAINER_LOCAL_SIZE"),
-    Launcher("horovodrun", *HOROVOD_NAMES, host="HOROVOD_HOSTNAME"),
-    Launcher("torchrun", *TORCH_NAMES, group="GROUP_RANK", markers=("TORCHELASTIC_RUN_ID",), port="MASTER_PORT"),
-    BY_HAND[0],
     Launcher(
-        "mpirun",
-        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        "horovodrun",
+        *_four("HOROVOD"),
+        host="HOROVOD_HOSTNAME",
+        job=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
     ),
+    Launcher(
+        "torchrun",
+        *TORCH_NAMES,
+        group="GROUP_RANK",
+        markers=("TORCHELASTIC_RUN_ID",),
+        port="MASTER_PORT",
+        job=("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
+    ),
+    BY_HAND[0],
+    # IBM's launcher sets those of Open MPI, too.
+    Launcher("jsrun", *_four("JSM_NAMESPACE"), optional=("JSM_NAMESPACE_LOCAL_SIZE",), job=("PMIX_NAMESPACE",)),
+    Launcher("mpirun", *_four("OMPI_COMM_WORLD"), job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")),
+    Launcher("mpirun_rsh", *_four("MV2_COMM_WORLD"), job=("MPIRUN_ID", "PMI_PORT")),
     Launcher("mpiexec", *HYDRA_NAMES, markers=("MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+    # It runs below srun, too, and sets PMI_RANK beside its own.
+    Launcher(
+        "flux",
+        *("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+        num_nodes="FLUX_JOB_NNODES",
+        job=("FLUX_JOB_ID",),
+    ),
     Launcher(
         "srun",
         *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
@@ -91,9 +117,14 @@ LAUNCHERS = (
         host="SLURMD_NODENAME",
         # SLURM_PROCID and the others are set in every batch script too, where plain python runs as one process.
         markers=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_NODES"),
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
     ),
-    # srun may set PMI_RANK too. Without srun, PMI_RANK alone means a rank whose local rank is missing: an error.
+    # The mpiexec of HPE's Cray systems. srun may set such variables, too.
+    Launcher("PALS", *_four("PMI"), markers=("PMI_LOCAL_RANK", "PALS_RANKID"), job=("PALS_APID",)),
+    # Without srun, PMI_RANK alone means a rank whose local rank is missing: an error.
     Launcher("mpiexec", *HYDRA_NAMES),
+    # prterun without Open MPI's personality tells a rank no size: an error.
+    Launcher("mpirun", *_four("OMPI_COMM_WORLD"), markers=("PMIX_RANK",)),
     BY_HAND[1],
 )
 

@@ -106,7 +106,32 @@ def detect(environ: Mapping[str, str]) -> World:
             missing rank is never taken for 0.
     """
     launcher = find_launcher(environ)
-    return World() if launcher is None else _read(launcher, environ)
+    if launcher is None:
+        return World()
+    world = _read(launcher, environ)
+    if launcher in BY_HAND and CHOICE not in environ:
+        _check_launcher_above(world, environ)
+    return world
+
+
+def _check_launcher_above(world: World, environ: Mapping[str, str]) -> None:
+    """See that the launcher's processes are not more than the ranks that the variables by hand speak of.
+
+    They may have more ranks below them. But variables of one pod in which a launcher starts several processes
+    would make each of them the same rank.
+
+    Raises:
+        LaunchError: they are.
+    """
+    for launcher in LAUNCHERS:
+        if launcher in BY_HAND or not launcher.evidence(environ) or launcher.missing(environ):
+            continue
+        if (size := read_number(environ, launcher.size)) > world.size:
+            raise LaunchError(
+                f"{HAND.rank} and {HAND.size} say {world}, but {launcher.name} has started {size} processes "
+                f"({launcher.size}). Type before it: unset {' '.join(HAND.variables())}; or give each process its "
+                f"own numbers in them"
+            )
 
 
 GROUP = "torch.distributed"
@@ -116,8 +141,8 @@ GROUP = "torch.distributed"
 def find_world(environ: Mapping[str, str]) -> World:
     """Return this process's place in the job: that in the default group of torch.distributed, if there is one.
 
-    The launcher's variables say the rest, if they are those of the same rank. A script below the launcher's
-    process may have started more ranks than the launcher.
+    The launcher's variables say the rest, if they are those of the same rank: some leave another rank's there
+    (Accelerate without a launcher), and a script may have started more ranks than the launcher.
 
     Raises:
         LaunchError: as `detect`; or the group is another one than the variables speak of.
@@ -132,11 +157,11 @@ def find_world(environ: Mapping[str, str]) -> World:
     world = detect(environ)
     if (world.rank, world.size) == place:
         return world
-    if size < world.size or launcher.rank == HAND.rank:
+    if size < world.size or (size != world.size and launcher.size == HAND.size):
         raise LaunchError(
             f"{world.launcher} started {world}, but {GROUP}, already initialised, says rank {rank} of {size}: the "
-            f"ranks would train apart. Give init_process_group the rank and world_size that {launcher.rank} and "
-            f"{launcher.size} say, or unset these variables"
+            f"ranks would train apart. Give init_process_group the world_size that {launcher.size} says, or unset "
+            f"that variable"
         )
     return _located(World.somewhere(rank, size, GROUP))
 
@@ -151,13 +176,14 @@ def _place_in_group() -> tuple[int, int] | None:
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
     if missing := launcher.missing(environ):
-        names = launcher.variables()
+        rows = [row for row in LAUNCHERS if row.name == launcher.name]
+        names = dict.fromkeys(name for row in rows for name in (*row.markers, *row.variables()))
         by = "by hand" if launcher.name == "hand" else f"by {launcher.name}"
         raise LaunchError(
             f"{launcher.evidence(environ)[0]} is set, so this process looks started {by}, but "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not. Set what is missing or let a "
             f"launcher start all ranks, such as: horovodrun -np 2 python -m hvd_trainer.mnist; to run one process "
-            f"alone, type: unset {' '.join(n for n in dict.fromkeys((*launcher.markers, *names)) if n in environ)}"
+            f"alone, type: unset {' '.join(name for name in names if name in environ)}"
         )
     node_rank = _optional_number(environ, launcher.node_rank)
     world = World(
@@ -180,6 +206,8 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
 
 def _located(world: World) -> World:
     """Return a world with what follows from the numbers that are known of its nodes."""
+    if world.num_nodes == 1 and world.local_size == UNKNOWN:
+        world = replace(world, local_size=world.size, node_rank=0)
     if world.size == 1:
         world = replace(world, local_rank=max(0, world.local_rank), local_size=1)
     if world.node_rank == UNKNOWN and world.local_size == world.size:
@@ -207,14 +235,18 @@ def _tasks_on_node(environ: Mapping[str, str], launcher: Launcher, node_rank: in
 
 
 def lone_process_warning(world: World, environ: Mapping[str, str]) -> str | None:
-    """Return a warning if one process trains alone in a Slurm job of several tasks; else None.
+    """Return a warning if one process trains alone in a Slurm job of several tasks, or in a TrainJob; else None.
 
-    It was started by plain `python` in a batch script or under salloc, whose own shell may be a step of one task.
+    It was started by plain `python` in a batch script or under salloc, whose own shell may be a step of one task;
+    or in a pod of Kubeflow's, which is given options of torchrun as variables.
     """
     tasks = environ.get("SLURM_NTASKS", "1")
     alone = world.size == 1 and world.launcher in ("python", "srun")
     if alone and tasks.isdecimal() and int(tasks[:9]) > 1:
         return f"This Slurm job has {tasks} tasks, but this is one process and trains alone. Type: srun python ..."
+    nodes = environ.get("PET_NNODES", "1")
+    if world.size == 1 and world.launcher == "python" and nodes != "1":
+        return f"PET_NNODES={nodes} is for torchrun, but this is one process and trains alone. Type: torchrun ..."
     return None
 
 

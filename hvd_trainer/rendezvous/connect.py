@@ -14,7 +14,8 @@
                     which every user of the machine gets an answer
     torchrun        its own store, on several nodes: that listens at MASTER_PORT
     srun            a store on the step's first host, at a port computed from the numbers of job and step
-    MPI             its own messages (mpi4py), on several nodes: MPI tells no rank's address
+    MPI             its own messages (mpi4py): mpirun, mpiexec, PALS, jsrun and Flux on several nodes do not tell
+                    where rank 0 is
 
 The stores of torchrun, horovodrun and srun, and one at a given address, answer everyone who can reach them. Where
 that is too open, the ranks are given a file with a secret (HVD_TRAINER_SECRET_FILE): see `endpoint.py`. With a
@@ -113,8 +114,7 @@ def _join(settings: RendezvousSettings) -> JobStore:
         if is_elastic(settings.environ):
             return join_by_registry(registry, settings, LOOPBACK)
         registry.lookup()  # raises if horovodrun has ended
-    if is_one_node:
-        file = job_file(settings.world, settings.environ, settings.session)
+    if is_one_node and (file := job_file(settings.world, settings.environ, settings.session)) is not None:
         return join_by_registry(FileRegistry(file), settings, LOOPBACK)
     if launcher == "torchrun":
         return _join_by_torchrun(settings)
@@ -187,8 +187,14 @@ def _join_by_mpi(settings: RendezvousSettings) -> JobStore:
     except ImportError:
         raise LaunchError(
             f"{world.launcher} started ranks on several nodes and does not tell them where rank 0 is. Type: pip "
-            f"install mpi4py, or pass the address: mpirun -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500"
+            f"install mpi4py, or pass the address: mpirun -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500; for "
+            f"other launchers, export both"
         ) from None
+    if (known := MPI.COMM_WORLD.Get_size()) != world.size:
+        raise LaunchError(
+            f"{world.launcher} started {world.size} ranks, and mpi4py's MPI knows of {known}: it is another MPI. "
+            f"Type on every rank: export MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500"
+        )
     text = ""
     if world.is_first:
         text = str(serve_store(world, settings.address or outward_address(TEST_NET_ADDRESS, 1), 0))

@@ -206,6 +206,19 @@ def ranks_sharing_gpu(world: World, peers: list[RankInfo]) -> list[int]:
     ]
 
 
+def one_per_node_warning(world: World, peers: list[RankInfo]) -> str | None:
+    """Return a warning if numbers by hand may be those of nodes, each of which has one rank and several GPUs."""
+    num_gpus = min(len(peer.gpus) for peer in peers)
+    num_devices = peers[world.rank].num_devices
+    if world.launcher != "hand" or world.size == 1 or world.num_nodes < world.size or num_gpus <= num_devices:
+        return None
+    return (
+        f"Each of {world.num_nodes} nodes has one rank, and sees {num_gpus} GPUs. If RANK and WORLD_SIZE count "
+        f"nodes here, as on Alibaba's DLC, type on each: torchrun --nnodes $WORLD_SIZE --node-rank $RANK "
+        f"--nproc-per-node {num_gpus // num_devices} --master-addr $MASTER_ADDR --master-port $MASTER_PORT ..."
+    )
+
+
 def check_world(world: World, engine: str, rank: int, size: int) -> None:
     """Check that the engine started with the launcher's rank and size.
 

@@ -21,6 +21,7 @@ import psutil
 import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError, first_line
+from hvd_trainer.launch.launchers import find_launcher
 from hvd_trainer.launch.world import World
 from hvd_trainer.utils.files import read_regular
 
@@ -105,10 +106,13 @@ EndpointRegistry = HttpRegistry | FileRegistry | StoreRegistry
 """A place that all ranks of one job can see, with an endpoint; None as long as there is none."""
 
 
-def job_file(world: World, environ: Mapping[str, str], session: str) -> Path:
-    """Return the same path on all ranks of one job on this node, and another one for each other job."""
-    key = _hydra_key() if world.launcher == "mpiexec" else _job_key(world, environ)
-    return private_file(f"{world.launcher}-{key}-{session}")
+def job_file(world: World, environ: Mapping[str, str], session: str) -> Path | None:
+    """Return the same path on all ranks of one job on this node, and another one for each other job.
+
+    None if the launcher does not say which job it is.
+    """
+    key = _hydra_key() if world.launcher == "mpiexec" else _job_key(environ)
+    return private_file(f"{world.launcher}-{key}-{session}") if key else None
 
 
 def private_file(name: str) -> Path:
@@ -133,15 +137,10 @@ def _check_private(folder: Path) -> None:
         )
 
 
-def _job_key(world: World, environ: Mapping[str, str]) -> str:
+def _job_key(environ: Mapping[str, str]) -> str:
     """Return the launcher's identification of the job."""
-    names = {
-        "horovodrun": ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
-        "mpirun": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-        "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
-        "torchrun": ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
-    }[world.launcher]
-    return "-".join(environ[name] for name in names if name in environ)
+    launcher = find_launcher(environ)
+    return "" if launcher is None else "-".join(environ[name] for name in launcher.job if name in environ)
 
 
 def _hydra_key() -> str:

@@ -126,6 +126,40 @@ def test_ranks_know_their_nodes(launcher: str, backend: str) -> None:
     assert [world[:7] for world in worlds] == [(*numbers, launcher) for numbers in expected]
 
 
+def four(prefix: str) -> list[str]:
+    numbers = {"RANK": "{rank}", "SIZE": "{size}", "LOCAL_RANK": "{rank}", "LOCAL_SIZE": "{size}"}
+    return [f"{prefix}_{name}={number}" for name, number in numbers.items()]
+
+
+NOT_THE_FOUR = ["RANK=", "WORLD_SIZE=", "MASTER_ADDR=", "MASTER_PORT="]
+FLUX = ["FLUX_TASK_RANK={rank}", "FLUX_JOB_SIZE={size}", "FLUX_TASK_LOCAL_ID={rank}", "FLUX_JOB_ID=7"]
+VARIABLES = {
+    "flux": [*NOT_THE_FOUR, *FLUX, "FLUX_JOB_NNODES=1"],
+    "mpirun_rsh": [*NOT_THE_FOUR, *four("MV2_COMM_WORLD"), "MPIRUN_ID=7"],
+    "PALS": [*NOT_THE_FOUR[:2], *four("PMI"), "PALS_RANKID={rank}"],
+    "jsrun": [*NOT_THE_FOUR[:2], *four("JSM_NAMESPACE")[:3]],
+}
+
+
+@pytest.mark.parametrize("launcher", VARIABLES)
+def test_ranks_meet_by_the_variables_of_launchers_that_are_not_here(launcher: str) -> None:
+    """In a file by the job's name on one node, else at MASTER_ADDR and MASTER_PORT."""
+    worlds = run_ranks(
+        digits_job.world_of, num_processes=3, launcher="hand", args=("ddp",), options=VARIABLES[launcher]
+    )
+    assert [world[:7] for world in worlds] == [(rank, 3, rank, 3, 0, 1, launcher) for rank in range(3)]
+
+
+@requires("mpi4py")
+def test_mpi_of_another_kind_than_the_launchers_is_refused() -> None:
+    """Each rank took itself for the only one of MPI, and an empty text for rank 0's address."""
+    apart = ["MV2_COMM_WORLD_LOCAL_RANK=0", "MV2_COMM_WORLD_LOCAL_SIZE=1"]
+    variables = [*NOT_THE_FOUR, *four("MV2_COMM_WORLD"), *apart]
+    result = launch("hand", 2, digits_job.argv("ddp"), options=variables, timeout_s=60, check=False)
+    assert result.returncode == 2
+    assert "mpirun_rsh started 2 ranks, and mpi4py's MPI knows of 1" in result.stderr, result.stderr
+
+
 BATCH = """#!/bin/sh
 set -e
 job="{python} -m hvd_trainer.mnist {options}"

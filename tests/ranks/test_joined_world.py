@@ -252,6 +252,37 @@ def test_worlds_of_other_packages_and_of_scripts_under_run(
     assert (first, totals) == (second, [3.0, 3.0])
 
 
+def test_accelerates_launcher_starts_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"{MADE_BY['accelerate']}\n{TRAINING}")
+    accelerate = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "3"]
+    job = [str(script), "--backend", "ddp", "--device", "cpu", "--epochs", "1", "--batch-size", "4"]
+    result = launch("python", 1, [*accelerate, "--main_process_port", digits_job.free_port(), *job])
+    assert len(re.findall(r"ended .*, 3.0, 3.0\]", result.stdout)) == 3, result.stdout
+
+
+NOTEBOOK = f"""
+import sys
+
+def train():
+    exec({MADE_BY["accelerate"]!r})
+    exec({TRAINING!r}, {{"__name__": "cell"}})
+
+if __name__ == "__main__":
+    from accelerate import debug_launcher
+    debug_launcher(train, num_processes=3)
+"""
+
+
+def test_accelerates_launcher_for_notebooks_starts_ranks(tmp_path: Path) -> None:
+    """On a CPU it sets WORLD_SIZE without RANK, and its ranks meet in a file."""
+    script = tmp_path / "notebook.py"
+    script.write_text(NOTEBOOK)
+    job = [str(script), "--backend", "ddp", "--device", "cpu", "--epochs", "1", "--batch-size", "4"]
+    result = launch("python", 1, job)
+    assert len(re.findall(r"ended .*, 3.0, 3.0\]", result.stdout)) == 3, result.stdout
+
+
 # What cannot be joined.
 
 

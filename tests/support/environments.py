@@ -2,7 +2,8 @@
 
 ``CASES[name]`` has one dict per process, in rank order. Recorded with Horovod 0.28.1, torch 2.15.0,
 Open MPI 4.1.4 and Slurm 22.05.8 (nodes of 8 CPUs on one machine, some with 8 GPUs that are none). Host names are
-replaced; left out are paths, and what Open MPI tells its own library about sockets and shared memory.
+replaced; left out are paths, and what Open MPI tells its own library about sockets and shared memory. What no test
+can start is written from its documentation, as its ``recorded_from`` says.
 """
 
 from __future__ import annotations

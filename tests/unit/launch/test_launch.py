@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 import environments
@@ -18,9 +19,11 @@ from hvd_trainer.rendezvous.ranks import (
     check_world,
     cpu_share,
     number_local_ranks,
+    one_per_node_warning,
     ranks_sharing_gpu,
     resolve_nodes,
 )
+from hvd_trainer.rendezvous.registry import job_file
 
 
 def one_node(size: int) -> list[tuple[int, ...]]:
@@ -30,13 +33,14 @@ def one_node(size: int) -> list[tuple[int, ...]]:
 
 ALONE = [(0, 1, 0, 1, 0, 1)]
 TWO_BY_TWO = [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4, 1, 2, 1, 2)]
+UNKNOWN_NODES = [(*row[:4], UNKNOWN, UNKNOWN) for row in TWO_BY_TWO]
 EXPECTED = {
     "python": ("python", ALONE),
     "horovodrun_2": ("horovodrun", one_node(2)),
     # One rank on each of two hosts: node ranks are not known before the rendezvous.
     "horovodrun_2_hosts": ("horovodrun", [(rank, 2, 0, 1, UNKNOWN, UNKNOWN) for rank in range(2)]),
     "torchrun_2": ("torchrun", one_node(2)),
-    "torchrun_2_nodes": ("torchrun", [(*row[:4], UNKNOWN, UNKNOWN) for row in TWO_BY_TWO]),
+    "torchrun_2_nodes": ("torchrun", UNKNOWN_NODES),
     "mpirun_2": ("mpirun", one_node(2)),
     "mpirun_3": ("mpirun", one_node(3)),
     "srun_2": ("srun", one_node(2)),
@@ -57,6 +61,24 @@ EXPECTED = {
     "salloc_python": ("python", ALONE),
     "salloc_srun": ("srun", one_node(2)),
     "salloc_interactive": ("srun", ALONE),
+    # Who sets PyTorch's variables without LOCAL_WORLD_SIZE: the places on the nodes follow from the meeting.
+    "azureml_2_nodes": ("hand", [(rank, 4, rank % 2, *[UNKNOWN] * 3) for rank in range(4)]),
+    "deepspeed_2_nodes": ("hand", [(rank, 4, rank % 2, *[UNKNOWN] * 3) for rank in range(4)]),
+    **dict.fromkeys(
+        ["pytorchjob_v1", "dask_2", "dlc_2_nodes"], ("hand", [(n, 2, *[UNKNOWN] * 4) for n in (0, 1)])
+    ),
+    "submitit_2": ("hand", one_node(2)),
+    "accelerate_2": ("torchrun", one_node(2)),
+    "trainjob_v2_torchrun": ("torchrun", UNKNOWN_NODES),
+    "trainjob_v2_python": ("python", ALONE),
+    "sagemaker_torchrun": ("torchrun", UNKNOWN_NODES),
+    "sagemaker_mpi": ("mpirun", UNKNOWN_NODES),
+    "openmpi5_2": ("mpirun", one_node(2)),
+    "mvapich_2": ("mpirun_rsh", one_node(2)),
+    "pals_2_nodes": ("PALS", UNKNOWN_NODES),
+    "jsrun_2_nodes": ("jsrun", [(rank, 4, rank % 2, *[UNKNOWN] * 3) for rank in range(4)]),
+    "flux_1_node": ("flux", one_node(2)),
+    "flux_2_nodes": ("flux", [(rank, 4, rank % 2, UNKNOWN, UNKNOWN, 2) for rank in range(4)]),
 }
 
 
@@ -253,6 +275,7 @@ def test_expand_counts_refuses_malformed(text: str) -> None:
         ("salloc_interactive", True),
         ("salloc_srun", False),
         ("sbatch_srun_torchrun", False),
+        ("trainjob_v2_torchrun", False),
     ],
 )
 def test_lone_process_warning(case: str, warns: bool) -> None:
@@ -262,6 +285,68 @@ def test_lone_process_warning(case: str, warns: bool) -> None:
     if warning is not None:
         assert f"{environ['SLURM_NTASKS']} tasks" in warning
         assert "srun python" in warning
+
+
+def test_plain_python_in_a_trainjob_is_told_of_torchrun() -> None:
+    """Each node trained alone."""
+    environ = environments.CASES["trainjob_v2_python"][0]
+    warning = lone_process_warning(detect(environ), environ)
+    assert warning is not None
+    assert "PET_NNODES=2 is for torchrun" in warning
+
+
+POD = environments.CASES["pytorchjob_v1"][0]
+
+
+@pytest.mark.parametrize("case", ["mpirun_3", "srun_3_on_1_node"])
+def test_variables_of_a_pod_are_not_those_of_several_processes(case: str) -> None:
+    """Each of three would be rank 0 of 2; but they may start more ranks than they are."""
+    environ = {**environments.CASES[case][1], **POD}
+    launcher = "mpirun" if case == "mpirun_3" else "srun"
+    words = f"RANK and WORLD_SIZE say rank 0 of 2, but {launcher} has started 3 processes"
+    with pytest.raises(LaunchError, match=rf"{words} .*Type before it: unset RANK WORLD_SIZE "):
+        detect(environ)
+    assert detect({**environ, "RANK": "3", "WORLD_SIZE": "6"}) == World.somewhere(3, 6, "hand")
+
+
+def test_prterun_that_tells_no_size_is_refused() -> None:
+    """Each process trained alone."""
+    words = r"PMIX_RANK is set, so this process looks started by mpirun, but .*type: unset PMIX_RANK$"
+    with pytest.raises(LaunchError, match=words):
+        detect({"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-node1-7@1"})
+    # srun --mpi=pmix sets it, too.
+    assert detect({**environments.CASES["srun_2"][1], "PMIX_RANK": "1"}).launcher == "srun"
+
+
+def test_ranks_that_count_nodes_are_told_of_torchrun() -> None:
+    """Alibaba's DLC sets RANK and WORLD_SIZE to the numbers of nodes: of eight GPUs, one was used."""
+    gpus = tuple(f"g{number}" for number in range(8))
+    everyone = [RankInfo(host, 0, "ddp", (), gpus) for host in "ab"]
+    world = resolve_nodes(detect(environments.CASES["dlc_2_nodes"][1]), everyone)
+    warning = one_per_node_warning(world, everyone)
+    assert warning is not None
+    assert "torchrun --nnodes $WORLD_SIZE --node-rank $RANK --nproc-per-node 8 " in warning
+    for others in (
+        [replace(peer, gpus=gpus[:1]) for peer in everyone],
+        [replace(p, num_devices=8) for p in everyone],
+    ):
+        assert one_per_node_warning(world, others) is None
+    assert one_per_node_warning(replace(world, launcher="mpirun"), everyone) is None
+    together = [RankInfo("a", rank, "ddp", (), gpus) for rank in range(2)]
+    assert one_per_node_warning(resolve_nodes(World.somewhere(0, 2, "hand"), together), together) is None
+
+
+@pytest.mark.parametrize("case", ["mpirun_2", "srun_2", "mvapich_2", "flux_1_node", "openmpi5_2"])
+def test_ranks_of_a_job_meet_in_a_file_of_its_own(case: str) -> None:
+    first, second = (job_file(detect(environ), environ, "0") for environ in environments.CASES[case])
+    assert first is not None
+    assert first == second
+    names = next(row.job for row in LAUNCHERS if row.name == EXPECTED[case][0])
+    other = {**environments.CASES[case][0], **dict.fromkeys(names, "7")}
+    assert job_file(detect(other), other, "0") != first
+    nameless = {name: text for name, text in other.items() if name not in names}
+    with suppress(LaunchError):  # srun needs them
+        assert job_file(detect(nameless), nameless, "0") is None
 
 
 def test_slurm_step_id_only_under_srun() -> None:
