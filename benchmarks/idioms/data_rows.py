@@ -113,7 +113,7 @@ class Stream(IterableDataset):
 class PlainStream(CountingIdiom):
     """With and without loader processes."""
 
-    number, title = "6a", "a stream"
+    number, title = "6a", "a stream that shares nothing out"
     loader_processes = (0, 2)
     by_worker, by_rank = False, False
 
@@ -130,13 +130,15 @@ class StreamByWorker(PlainStream):
 class StreamByRank(PlainStream):
     """By the variables RANK and WORLD_SIZE."""
 
-    number, title, by_rank = "6c", "a stream that gives each rank its part", True
+    number, title, by_rank = "6c", "a stream that gives each rank its part, without loader processes", True
+    loader_processes = (0,)
 
 
 class StreamByBoth(StreamByRank):
     """As WebDataset and Hugging Face's data sets do."""
 
     number, title, by_worker = "6d", "a stream that gives each worker of each rank its part", True
+    loader_processes = (0, 2)
 
 
 class Shifted(TensorDataset):
