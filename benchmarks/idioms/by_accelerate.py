@@ -21,6 +21,8 @@ def train(start: Start) -> list[float]:
     options: dict[str, bool] = {}
     if "split_batches" in start.way:
         options["split_batches"] = True
+    if "even_batches=False" in start.way:
+        options["even_batches"] = False
     accelerator = Accelerator(
         cpu=True,
         dataloader_config=DataLoaderConfiguration(**options),
@@ -70,7 +72,7 @@ def fit(accelerator: Accelerator, idiom: Idiom, start: Start) -> None:
     for epoch in range(first, idiom.epochs + 1):
         model.train()
         uneven = "even_batches=False" in start.way
-        with accelerator.join_uneven_inputs([model], even_batches=False) if uneven else nullcontext():
+        with accelerator.join_uneven_inputs([model]) if uneven else nullcontext():
             for inputs, targets in loader:
                 optimizer.zero_grad()
                 value = loss(model(inputs), targets)

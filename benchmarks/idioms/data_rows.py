@@ -101,7 +101,9 @@ class Stream(IterableDataset):
 
     def __init__(self, *, by_worker: bool, by_rank: bool) -> None:
         self.by_worker = by_worker
-        self.rank, self.size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if by_rank else (0, 1)
+        self.rank, self.size = (0, 1)
+        if by_rank:
+            self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info() if self.by_worker else None

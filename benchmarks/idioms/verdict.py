@@ -33,6 +33,7 @@ class Verdict(NamedTuple):
 
 def judge(library: Library, row: str, way: str, sizes: Sequence[int], folder: Path) -> Verdict:
     """Run a row in one way on each number of ranks; return the first verdict that is not right."""
+    ROWS[row]()  # An error of the row's own code is not the library's.
     first = Start(library.name, row, way, 1, 0, folder / "reference", is_reference=True)
     expected = ROWS[row].expected
     if expected is None and not ROWS[row].is_terminated:
@@ -43,10 +44,8 @@ def judge(library: Library, row: str, way: str, sizes: Sequence[int], folder: Pa
     for start in _starts(first, sizes, folder):
         verdict = judge_outcome(row, run(start), expected)
         if verdict.word != "right":
-            word = "no such thing" if row in library.lacks else verdict.word
-            return Verdict(
-                word, f"{verdict.detail}; {_count(start)}" if start.loader_processes else verdict.detail
-            )
+            where = f"; {_count(start)}" if start.loader_processes else ""
+            return Verdict("no such thing" if row in library.lacks else verdict.word, verdict.detail + where)
     return Verdict("right")
 
 
