@@ -29,7 +29,7 @@ def main() -> int:
     )
     parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS], metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--libraries", nargs="+", choices=[*BY_NAME], default=[*BY_NAME])
-    parser.add_argument("--ranks", nargs="+", type=int, choices=(1, 2, 3), default=[1, 2, 3])
+    parser.add_argument("--ranks", nargs="+", type=int, choices=(1, 2, 3), default=[1, 3])
     parser.add_argument("--out", type=Path, default=Path("runs/idioms"), help="folder; resumes from its cells")
     parser.add_argument("--again", action="store_true", help="run also what the folder has")
     parser.add_argument("--page", type=Path, help="put the table into this page, too")

@@ -64,7 +64,7 @@ def fit(local_rank: int, idiom: Idiom, start: Start) -> None:
             loader.sampler.set_epoch(trainer.state.epoch)
 
     if idiom.scheduler_step == "step":
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, LRScheduler(idiom.scheduler()))
+        trainer.add_event_handler(Events.ITERATION_STARTED, LRScheduler(idiom.scheduler()))
     if idiom.val_data is not None:
         _evaluate_each_epoch(trainer, model, idiom)
 

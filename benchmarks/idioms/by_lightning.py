@@ -96,7 +96,7 @@ def make_trainer(idiom: Idiom, start: Start) -> pl.Trainer:
         callbacks = [Finetuning(idiom.model[0], idiom)]
     if idiom.resumes:
         callbacks.append(ModelCheckpoint(start.saved, save_last=True))
-    if idiom.is_terminated:
+    if "OnExceptionCheckpoint" in start.way:
         callbacks.append(OnExceptionCheckpoint(start.saved))
     return pl.Trainer(
         accelerator="cpu",
@@ -105,7 +105,7 @@ def make_trainer(idiom: Idiom, start: Start) -> pl.Trainer:
         max_epochs=idiom.epochs,
         callbacks=callbacks,
         logger=False,
-        enable_checkpointing=idiom.resumes,
+        enable_checkpointing=idiom.resumes or idiom.is_terminated,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,

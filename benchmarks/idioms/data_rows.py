@@ -101,7 +101,9 @@ class Stream(IterableDataset):
 
     def __init__(self, *, by_worker: bool, by_rank: bool) -> None:
         self.by_worker = by_worker
-        self.rank, self.size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if by_rank else (0, 1)
+        self.rank, self.size = (0, 1)
+        if by_rank:
+            self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info() if self.by_worker else None
@@ -113,7 +115,7 @@ class Stream(IterableDataset):
 class PlainStream(CountingIdiom):
     """With and without loader processes."""
 
-    number, title = "6a", "a stream"
+    number, title = "6a", "a stream that shares nothing out"
     loader_processes = (0, 2)
     by_worker, by_rank = False, False
 
@@ -130,13 +132,15 @@ class StreamByWorker(PlainStream):
 class StreamByRank(PlainStream):
     """By the variables RANK and WORLD_SIZE."""
 
-    number, title, by_rank = "6c", "a stream that gives each rank its part", True
+    number, title, by_rank = "6c", "a stream that gives each rank its part, without loader processes", True
+    loader_processes = (0,)
 
 
 class StreamByBoth(StreamByRank):
     """As WebDataset and Hugging Face's data sets do."""
 
     number, title, by_worker = "6d", "a stream that gives each worker of each rank its part", True
+    loader_processes = (0, 2)
 
 
 class Shifted(TensorDataset):

@@ -55,7 +55,6 @@ class Idiom:
     batch = 12
     epochs = 4
     loader_processes: ClassVar[tuple[int, ...]] = (0,)
-    persistent_workers: ClassVar[bool] = False
     resumes: ClassVar[bool] = False
     trainings = 1
     is_terminated: ClassVar[bool] = False

@@ -81,6 +81,7 @@ LIBRARIES = (
             "11b": _PERSISTENT,
             "14": (PLAIN, "a new Trainer"),
             "S1": (PLAIN, '`interval="step"`'),
+            "16": (PLAIN, "`OnExceptionCheckpoint`"),
         },
     ),
     Library(
@@ -95,7 +96,7 @@ LIBRARIES = (
             **dict.fromkeys(("5a", "5c"), (PLAIN, "loss by items, as its page on accumulation shows")),
             **dict.fromkeys(("6c", "6d"), (PLAIN, "without `prepare(loader)`")),
             "11b": _PERSISTENT,
-            "L2": (PLAIN, "`even_batches=False`"),
+            "L2": (PLAIN, "`even_batches=False` and `join_uneven_inputs`"),
             "S1": (PLAIN, "`split_batches=True`"),
         },
         frozenset({"16"}),

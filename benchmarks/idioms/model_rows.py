@@ -124,8 +124,9 @@ class WithBuffers(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2, 1)
         self.register_buffer("mask", torch.full((4,), torch.finfo(torch.float32).min))
-        for kind in (torch.bfloat16, torch.float16):
-            self.register_buffer(f"table_{kind}".split(".")[1], torch.linspace(0.1, 7, 200).to(kind))
+        table = torch.linspace(0.1, 7, 200)
+        self.register_buffer("table_bf16", table.bfloat16())
+        self.register_buffer("table_fp16", table.half())
         self.register_buffer("bank", nn.functional.normalize(torch.ones(4, 2)))
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -51,6 +51,11 @@ class Start:
     port: int = 0
 
     @property
+    def marker(self) -> Path:
+        """The file that is there once an evaluation has begun."""
+        return self.folder / "evaluating"
+
+    @property
     def saved(self) -> Path:
         """The folder of checkpoints."""
         return self.folder / "saved"
@@ -62,7 +67,8 @@ class Start:
             idiom.epochs //= 2
         if self.is_reference:
             idiom.trainings = 1
-        idiom.marker = self.folder / "evaluating"
+        if idiom.is_terminated:
+            idiom.model.marker = self.marker
         return idiom
 
 
@@ -161,7 +167,7 @@ def _wait(ranks: list[BaseProcess], start: Start) -> float:
         time.sleep(0.02)
         if any(rank.exitcode for rank in ranks):
             limit = min(limit, time.monotonic() - began + GRACE_S)
-        if ROWS[start.row].is_terminated and not signalled and (start.folder / "evaluating").exists():
+        if ROWS[start.row].is_terminated and not signalled and start.marker.exists():
             signalled = time.time()
             for rank in ranks:
                 os.kill(rank.pid or 0, signal.SIGTERM)
