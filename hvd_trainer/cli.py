@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
+from hvd_trainer import __version__
 from hvd_trainer.errors import OptionError, UserError
 from hvd_trainer.utils.process import ending_with_reader
 from hvd_trainer.utils.text import COMMAND
@@ -69,6 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     name, *rest = words
+    if name == "--version":
+        print(f"hvd-trainer {__version__}")
+        return 0
+    if name == "help":  # of a command: its own
+        name, *rest = [*rest, "--help"]
     if name in ("-h", "--help"):
         print(usage())
         return 0
@@ -88,7 +94,7 @@ def _main(words: list[str]) -> int:
 def usage() -> str:
     """Return the list of all commands, by groups."""
     width = max(map(len, MODULES))
-    lines = [f"usage: hvd-trainer <command> [options] [-- job]        (also: {COMMAND} <command>)"]
+    lines = ["usage: hvd-trainer <command> [options] [-- job]        (also: python -m hvd_trainer <command>)"]
     for group, commands in COMMANDS.items():
         lines += ["", f"{group}:"]
         lines += [f"  {name:<{width}}  {command.summary}" for name, command in commands.items()]
@@ -96,7 +102,7 @@ def usage() -> str:
         [
             *lines,
             "",
-            "A command's options: hvd-trainer <command> --help",
+            "A command's options: hvd-trainer <command> --help. The version: hvd-trainer --version",
             "Train a bundled job: python -m hvd_trainer.mnist --help, python -m hvd_trainer.imdb --help",
         ]
     )

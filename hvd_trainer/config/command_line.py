@@ -10,6 +10,8 @@ from contextlib import redirect_stderr
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+NUMBERS = {"INT": "a whole number", "FLOAT": "a number"}
+"""How a message names the types of tyro's help."""
 
 
 def read_words(kind: type[T], words: Sequence[str], *, program: str, **how: Any) -> T:
@@ -32,8 +34,18 @@ def read_words(kind: type[T], words: Sequence[str], *, program: str, **how: Any)
     except SystemExit as leaving:
         if leaving.code:
             told = ". ".join(part.rstrip(".") for part in _parts(printed.getvalue()))
-            print(f"error: {told}. Type: {program} --help", file=sys.stderr)
+            print(f"error: {_without_internals(told)}. Type: {program} --help", file=sys.stderr)
         raise
+
+
+def _without_internals(told: str) -> str:
+    """Return tyro's text on a value that is no number as a sentence; others as they are."""
+    option = re.match(r"Error parsing (--\S+): ", told)
+    value = re.search(r"\['(.*?)'\]|(?:with base 10|string to float): '(.*?)'", told)
+    kind = re.search(r"Argument helptext: --\S+ (?:\{None\}\|)?(INT|FLOAT) ", told)
+    if not (option and value and kind):
+        return told
+    return f"{option[1]} takes {NUMBERS[kind[1]]}, and not {value[1] or value[2]!r}"
 
 
 def _parts(box: str) -> Iterator[str]:

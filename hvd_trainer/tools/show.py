@@ -186,6 +186,8 @@ def main(argv: Sequence[str]) -> int:
     """
     ran, options = Ran.now(f"{COMMAND} show", argv), read_words(Options, argv, program=f"{COMMAND} show")
     check_installed()
+    if not options.log_dirs:
+        raise OptionError(f"show draws runs by their log folders, and none is named. Type: {COMMAND} show LOG_DIR")
     runs = [Run.read(folder) for folder in options.log_dirs]
     report = Report(
         ran=ran,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-COMMAND = "python -m hvd_trainer"
-"""How messages name this package's commands: unlike `hvd-trainer` it needs no folder of scripts on PATH."""
+COMMAND = "hvd-trainer" if Path(sys.argv[0]).name == "hvd-trainer" else "python -m hvd_trainer"
+"""How messages name this package's commands: as the user has typed it; else by what needs no folder on PATH."""
 INSTALL_HOROVOD = f"{COMMAND} install-horovod"
 
 

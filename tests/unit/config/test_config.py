@@ -166,7 +166,9 @@ def test_ranges_of_a_users_own_options_are_checked(value: str) -> None:
     ("args", "words"),
     [
         (["--epoks", "3"], "Unrecognized options: --epoks"),
-        (["--epochs", "many"], "Error parsing --epochs"),
+        (["--epochs", "many"], "error: --epochs takes a whole number, and not 'many'. Type: "),
+        (["--max-steps", "1.5"], "error: --max-steps takes a whole number, and not '1.5'. Type: "),
+        (["--lr", "much"], "error: --lr takes a number, and not 'much'. Type: "),
         (["--backend", "mpi"], "invalid choice 'mpi' for argument '--backend'"),
         (["--epochs"], "--epochs"),
     ],

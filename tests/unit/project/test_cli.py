@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launchers import REPOSITORY
 
-from hvd_trainer import cli
+from hvd_trainer import __version__, cli
 from hvd_trainer.utils.process import BROKEN_PIPE
 
 SCRIPT = Path(sys.executable).with_name("hvd-trainer")
@@ -46,6 +46,31 @@ def test_unknown_command_is_refused(name: str, guess: str, capsys: pytest.Captur
     assert capsys.readouterr().err == (
         f"error: there is no command '{name}'{guess} Type: python -m hvd_trainer --help\n"
     )
+
+
+def test_version_and_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hvd-trainer {__version__}\n"
+    assert cli.main(["help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: hvd-trainer <command>")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["help", "export"])
+    assert "usage: python -m hvd_trainer export" in capsys.readouterr().out
+
+
+def test_messages_name_the_command_that_was_typed() -> None:
+    ended = subprocess.run([SCRIPT, "comapre"], capture_output=True, text=True, timeout=240, check=False)
+    assert (ended.returncode, ended.stderr.rpartition("? ")[2]) == (2, "Type: hvd-trainer --help\n")
+
+
+def test_show_wants_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended in a traceback, and left an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["show"]) == 2
+    assert capsys.readouterr().err.endswith("none is named. Type: python -m hvd_trainer show LOG_DIR\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("words", [["--foo"], ["a", "b", "c"], []])
