@@ -20,7 +20,7 @@ from typing import IO
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.start import end_processes, exit_on_sigterm
-from hvd_trainer.utils.files import find_unsafe_path
+from hvd_trainer.utils.files import find_unsafe_path, read_regular
 
 MARKER = ".hvd-trainer-folder"
 """The file that says whose folder it lies in."""
@@ -127,9 +127,9 @@ def _is_own(path: Path) -> bool:
 
 
 def _owner(folder: Path) -> str | None:
-    """Return the text of a folder's marker; None if it has none."""
-    with suppress(FileNotFoundError), (folder / MARKER).open() as marker:
-        return marker.read(MAX_BYTES)
+    """Return the text of a folder's marker; None if it has none that can be read."""
+    with suppress(OSError, ValueError):
+        return read_regular(folder / MARKER, MAX_BYTES).decode()
     return None
 
 
@@ -150,7 +150,7 @@ def _open_marker(folder: Path, tool: str) -> IO[str]:
     files = [name for name in names if (folder / name).is_symlink() or not (folder / name).is_dir()]
     if strange := find_unsafe_path(folder, [*files, "failed"]):
         raise OptionError(f"--out {folder} cannot be written to: {strange}")
-    return (folder / MARKER).open("a+")
+    return (folder / MARKER).open("a+", errors="replace")
 
 
 def _claim(marker: IO[str], folder: Path, tool: str) -> None:

@@ -391,10 +391,18 @@ def test_results_folder_with_links_is_refused(tmp_path: Path) -> None:
     (out / "failed/1.txt").symlink_to(mine)
     with pytest.raises(OptionError, match=r"--out .*1\.txt is a link"), locked_folder(out, "compare"):
         pass
+    (out / "made").mkdir()
+    os.mkfifo(out / "made" / MARKER)  # from which one would read for ever
+    with pytest.raises(OptionError, match="made was not made by this tool"):
+        make_inner(out / "made")
+    (out / "made" / MARKER).unlink()
     (out / "failed").rename(out / "running")  # as a killed run may have left it
     with locked_folder(out, "compare"):
         assert not (out / "running").exists()
     assert mine.read_text() == "precious"
+    (out / MARKER).write_bytes(b"\xff\xfe")
+    with pytest.raises(OptionError, match="it belongs to another tool"), locked_folder(out, "compare"):
+        pass
 
 
 # Built wheels: code that is run.
