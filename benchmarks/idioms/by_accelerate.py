@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -71,19 +70,17 @@ def fit(accelerator: Accelerator, idiom: Idiom, start: Start) -> None:
         first = idiom.state.epochs + 1
     for epoch in range(first, idiom.epochs + 1):
         model.train()
-        uneven = "even_batches=False" in start.way
-        with accelerator.join_uneven_inputs([model]) if uneven else nullcontext():
-            for inputs, targets in loader:
-                optimizer.zero_grad()
-                value = loss(model(inputs), targets)
-                if "by items" in start.way:
-                    items = idiom.item_count((inputs, targets))
-                    all_items = accelerator.gather(torch.tensor([items])).sum()
-                    value = value * items * accelerator.num_processes / all_items
-                accelerator.backward(value)
-                optimizer.step()
-                if idiom.scheduler_step == "step":
-                    scheduler.step()
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            value = loss(model(inputs), targets)
+            if "by items" in start.way:
+                items = idiom.item_count((inputs, targets))
+                all_items = accelerator.gather(torch.tensor([items])).sum()
+                value = value * items * accelerator.num_processes / all_items
+            accelerator.backward(value)
+            optimizer.step()
+            if idiom.scheduler_step == "step":
+                scheduler.step()
         if val is not None:
             idiom.val_metric = evaluate(accelerator, model, idiom, val)
         if idiom.scheduler_step == "metric":

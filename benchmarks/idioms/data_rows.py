@@ -255,17 +255,17 @@ class Weighted(Idiom):
 
 
 class Buckets(BatchSampler):
-    """Batches of samples of one length, of which there are 4, 8, 6 and 6."""
+    """Six batches of samples of one length; batches are of 2 to 6 samples."""
 
     def __init__(self) -> None:
         self.drop_last = False
 
     def __iter__(self) -> Iterator[list[int]]:
-        starts = (0, 4, 12, 18, 24)
+        starts = (0, 2, 8, 12, 16, 21, 24)
         yield from (list(range(a, b)) for a, b in zip(starts, starts[1:], strict=False))
 
     def __len__(self) -> int:
-        return 4
+        return 6
 
 
 class OfOneLength(nn.Module):
@@ -284,7 +284,7 @@ class OfOneLength(nn.Module):
 class OfLengths(Dataset[Any]):
     """24 samples of four lengths, which default collation cannot mix."""
 
-    lengths = (*chain([1] * 4, [2] * 8, [3] * 6, [4] * 6),)
+    lengths = (*chain([1] * 8, [2] * 4, [3] * 4, [4] * 8),)
 
     def __len__(self) -> int:
         return 24

@@ -96,7 +96,7 @@ LIBRARIES = (
             **dict.fromkeys(("5a", "5c"), (PLAIN, "loss by items, as its page on accumulation shows")),
             **dict.fromkeys(("6c", "6d"), (PLAIN, "without `prepare(loader)`")),
             "11b": _PERSISTENT,
-            "L2": (PLAIN, "`even_batches=False` and `join_uneven_inputs`"),
+            "L2": (PLAIN, "`even_batches=False`"),
             "S1": (PLAIN, "`split_batches=True`"),
         },
         frozenset({"16"}),

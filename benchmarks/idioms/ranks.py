@@ -97,6 +97,8 @@ def run_rank(start: Start) -> None:
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), start.size)
     names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": start.port, "TORCHELASTIC_RUN_ID": "idioms"}
     os.environ.update({name: str(value) for name, value in (place | sizes | names).items()})
+    # A child of a fork server would start its loader processes by another one.
+    multiprocessing.set_start_method("fork", force=True)
     os.chdir(start.folder)
     output = os.open(f"{start.rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
