@@ -11,7 +11,7 @@ from benchmarks.idioms.ranks import Start
 from hvd_trainer import Callback, Trainer, TrainerOptions
 from hvd_trainer.config.options import EngineOptions, LogOptions, SaveOptions, TrainOptions
 
-ENGINES: dict[str, Literal["ddp", "horovod"]] = {"ours, DDP": "ddp", "ours, Horovod": "horovod"}
+ENGINES: dict[str, Literal["ddp", "horovod"]] = {"hvd_trainer, DDP": "ddp", "hvd_trainer, Horovod": "horovod"}
 
 
 class AfterEpoch(Callback):

@@ -255,13 +255,13 @@ class Weighted(Idiom):
 
 
 class Buckets(BatchSampler):
-    """Six batches of samples of one length; batches are of 2 to 6 samples."""
+    """Six batches of samples of one length; batches are of 3 to 5 samples."""
 
     def __init__(self) -> None:
         self.drop_last = False
 
     def __iter__(self) -> Iterator[list[int]]:
-        starts = (0, 2, 8, 12, 16, 21, 24)
+        starts = (0, 3, 8, 12, 16, 21, 24)
         yield from (list(range(a, b)) for a, b in zip(starts, starts[1:], strict=False))
 
     def __len__(self) -> int:

@@ -114,7 +114,7 @@ LIBRARIES = (
         },
         frozenset({"16"}),
     ),
-    Library("ours, DDP", "by_ours", "hvd_trainer", "hvd_trainer", _OURS),
-    Library("ours, Horovod", "by_ours", "horovod", "horovod", _OURS),
+    Library("hvd_trainer, DDP", "by_ours", "hvd_trainer", "hvd_trainer", _OURS),
+    Library("hvd_trainer, Horovod", "by_ours", "horovod", "horovod", _OURS),
 )
 BY_NAME = {library.name: library for library in LIBRARIES}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 from benchmarks.idioms.libraries import LIBRARIES
 from benchmarks.idioms.rows import ROWS
-from benchmarks.idioms.verdict import Verdict
 
 BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"
 
@@ -34,13 +34,25 @@ def table(cells: dict[str, Cell]) -> str:
     ]
     notes: list[str] = []
     for number, row in ROWS.items():
-        found = {one.name: cells[f"{number} {one.name}"] for one in libraries if f"{number} {one.name}" in cells}
-        words = [_word(found[one.name]) if one.name in found else "" for one in libraries]
+        ran = {one.name: cells[f"{number} {one.name}"] for one in libraries if f"{number} {one.name}" in cells}
+        words = [_word(ran[one.name]) if one.name in ran else "" for one in libraries]
         lines.append(f"| {number} | {row.title} | {row.right} | {' | '.join(words)} |")
-        said = [f"{name}: {note}" for name, cell in found.items() if (note := _note(cell))]
-        if said:
-            notes.append(f"- **{number}** " + ". ".join(said) + ".")
-    return "\n".join(["", _when(cells), "", *lines, "", *notes, "", ""])
+        notes += _notes(number, ran)
+    return "\n".join(["", *_wrapped(_when(cells)), "", *lines, "", *notes, "", ""])
+
+
+def _notes(number: str, ran: dict[str, Cell]) -> list[str]:
+    """Return the lines of a row's note, in which libraries with the same numbers stand together."""
+    alike: dict[str, list[str]] = {}
+    for name, cell in ran.items():
+        if note := _note(cell):
+            alike.setdefault(note, []).append(name)
+    said = [f"{' and '.join(names)}: {note}" for note, names in alike.items()]
+    return _wrapped(f"- **{number}** {'. '.join(said)}.") if said else []
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 130, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _when(cells: dict[str, Cell]) -> str:
@@ -51,24 +63,15 @@ def _when(cells: dict[str, Cell]) -> str:
     return f"Run on {' to '.join(dict.fromkeys((days[0], days[-1])))}: {', '.join(versions)}."
 
 
-def _chosen(cell: Cell) -> tuple[str, Verdict]:
-    """Return the way that was right, or else the first."""
-    way, word, detail = cell.tries[-1] if cell.tries[-1][1] == "right" else cell.tries[0]
-    return way, Verdict(word, detail)  # type: ignore[arg-type]  # read from JSON
-
-
 def _word(cell: Cell) -> str:
-    way, verdict = _chosen(cell)
-    if verdict.word == "right":
+    """Return the word of the way that was right, or else of the first."""
+    way, word, _ = cell.tries[-1] if cell.tries[-1][1] == "right" else cell.tries[0]
+    if word == "right":
         return "right\\*" if way else "right"
-    return f"**{verdict.word}**" if verdict.word == "wrong" else verdict.word
+    return f"**{word}**" if word == "wrong" else word
 
 
 def _note(cell: Cell) -> str:
-    """Return with what it is right, and what the other ways have shown."""
-    chosen, verdict = _chosen(cell)
-    said = [f"with {chosen}" if chosen else "", verdict.text if verdict.detail else ""]
-    for way, word, detail in cell.tries:
-        if way != chosen:
-            said.append(f"{f'with {way}' if way else 'without'} {word} ({detail})")
-    return "; ".join(part for part in said if part)
+    """Return what each way has shown, unless all there is to say is the word."""
+    said = [f"{way or 'plain'}, {word}" + (f" ({detail})" if detail else "") for way, word, detail in cell.tries]
+    return "" if said == ["plain, right"] else "; ".join(said)

@@ -56,7 +56,7 @@ def test_a_way_that_is_right_is_the_word_and_the_others_are_notes() -> None:
     tries = [("", "wrong", "1, right 2"), ("`DDP(loss)`", "right", "")]
     made = table({"4 PyTorch DDP": Cell(tries, "2.15.0", "2026-11-28")})
     assert f"| 4 | {ROWS['4'].title} | as one process | right\\* |" in made
-    assert "- **4** PyTorch DDP: with `DDP(loss)`; without wrong (1, right 2)." in made
+    assert "- **4** PyTorch DDP: plain, wrong (1, right 2); `DDP(loss)`, right." in made
     assert "Run on 2026-11-28: torch 2.15.0." in made
 
 
@@ -71,14 +71,14 @@ def test_a_row_is_run_and_resumes(tmp_path: Path) -> None:
     page.write_text(f"before\n{BEGIN}{END}after\n")
     command = [
         *("-m", "benchmarks.idioms", "--rows", "1a", "--ranks", "2", "--out", str(tmp_path / "out")),
-        *("--libraries", "PyTorch DDP", "ours, DDP", "--page", str(page)),
+        *("--libraries", "PyTorch DDP", "hvd_trainer, DDP", "--page", str(page)),
     ]
     said, again = (launch("python", 1, command) for _ in range(2))
     assert said.returncode == 0, said.stderr
     assert again.stdout == said.stdout
     assert page.read_text() == f"before\n{BEGIN}{said.stdout.removesuffix(chr(10))}{END}after\n"
     cells = json.loads((tmp_path / "out" / "idioms.json").read_text())
-    (plain, wrapped), (ours,) = cells["1a PyTorch DDP"]["tries"], cells["1a ours, DDP"]["tries"]
+    (plain, wrapped), (ours,) = cells["1a PyTorch DDP"]["tries"], cells["1a hvd_trainer, DDP"]["tries"]
     assert plain[1] == "wrong"
     assert plain[2].startswith("ranks differ: ")
     assert wrapped == ["wrapped again", "right", ""]
