@@ -457,6 +457,7 @@ def test_options_in_prose_exist() -> None:
         "hvd_trainer run",
         "hvd_trainer doctor",
         "benchmarks",
+        "benchmarks.idioms",
         "benchmarks.to_target",
     ):
         known |= documents.options_in(help_of(what))
