@@ -34,7 +34,8 @@ the place in a message, and Horovod packs its messages as gradients come. On 3, 
 power of two the last bit may differ even so, as DDP divides before the sum.
 
 The third changes the file; with changes in it that git does not have, only with `--force`. A folder is migrated
-together: models, and `hvd` itself, are followed through calls from file to file. `horovodrun` in shell scripts
+together: models, and `hvd` itself, are followed through calls from file to file; files that do not import each
+other decide for themselves. `horovodrun` in shell scripts
 and READMEs beside the files becomes torchrun. `pip install 'hvd_trainer[migrate]'` brings what it needs.
 
 Comments and messages that name Horovod stay, as their author knows what of them still holds; their lines are
@@ -65,13 +66,13 @@ MORE_LEFT = """\
 | names that may come in another order on each rank, as in a loop over `items()` | make the order the same: \
 torch.distributed knows no names |
 | a collective whose gradient is used | `torch.distributed.nn.functional` |
-| a model that is trained by other calls than its own, or by functions in other files | wrap what is called |
+| a model that is trained by other calls than its own | wrap what is called |
+| a model that another variable or object has before it is wrapped, and trains | wrap it before |
+| one of several optimizers in files that import each other: then all are | as for that one |
 | a model that `amp.initialize` or the like replaces after the optimizer is wrapped | wrap it after that |
 
-Whether a model has buffers is seen from the classes and functions that make it, in these files and their
-folder, and from PyTorch's own layers. Where that ends, as at timm, torchvision, or a file that was not given,
-it counts as a model with buffers: two lines too many change nothing, and without them an evaluation on several
-ranks would have other numbers.
+What is not followed gets the wrapped model: a function that is not in these files, a dictionary, a list. It trains
+right, and the line is listed, as it may save or inspect the model, which then is `model.module`.
 
 Where Horovod has a trap that changes numbers, the result is without it, and `--prove` names it: most scripts
 call `broadcast_optimizer_state` of a new optimizer, [which takes a step](scripts.md#the-numbers-of-horovod). It

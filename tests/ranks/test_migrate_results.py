@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from launchers import run_ranks
 
+from hvd_trainer import hvd
 from hvd_trainer.tools.migrate.migration import migrate
 
 pytestmark = pytest.mark.warm
@@ -91,3 +96,219 @@ def test_results_are_those_of_horovods_api(options: str) -> None:
         assert one.keys() == other.keys()
         for name, value in one.items():
             torch.testing.assert_close(other[name], value, msg=lambda said, name=name: f"{name}: {said}")
+
+
+BEGIN = """
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+hvd.init()
+torch.manual_seed(0)
+"""
+MODEL = """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+"""
+WRAP = "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
+STEPS = """
+torch.manual_seed(1 + hvd.rank())
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(6, 4)).pow(2).mean().backward()
+    optimizer.step()
+"""
+RESULT = "result = model.weight.double().sum()\n"
+JOB = """
+class Job:
+    def __init__(self):
+        self.model = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=self.model.named_parameters())
+
+    def step(self, x):
+        self.optimizer.zero_grad()
+        self.model(x).pow(2).mean().backward()
+        self.optimizer.step()
+
+
+class Absolute(Job):
+    def step(self, x):
+        self.optimizer.zero_grad()
+        self.model(x).abs().mean().backward()
+        self.optimizer.step()
+
+
+job = Absolute()
+torch.manual_seed(1 + hvd.rank())
+for number in range(5):
+    job.step(torch.randn(6, 4))
+result = job.model.weight.double().sum()
+"""
+CONTAINER = """
+def train(parts):
+    for _ in range(5):
+        parts["optimizer"].zero_grad()
+        parts["model"](torch.randn(6, 4)).pow(2).mean().backward()
+        parts["optimizer"].step()
+
+
+"""
+IN_TURNS = """
+def epoch(model, batches):
+    for x in batches:
+        loss = model(x).pow(2).mean()
+        if model.training:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+torch.manual_seed(1 + hvd.rank())
+epoch(model, [torch.randn(6, 4) for _ in range(4)])
+model.eval()
+epoch(model, [torch.randn(6, 4) for _ in range(4)])
+"""
+RATE = """
+if hvd.rank() == 0:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+"""
+RESTORE = """
+def restore(saved, net, opt):
+    net.load_state_dict(saved["net"])
+    opt.load_state_dict(saved["opt"])
+"""
+RESUME = """
+saved = {"net": model.state_dict(), "opt": optimizer.state_dict()}
+if hvd.rank() == 0:
+    restore(saved, model, optimizer)
+    model.weight.data += 1
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+"""
+KEYS = "def keys(model):\n    return {name: value for name, value in model.state_dict().items()}\n"
+TWICE = WRAP.replace("named_p", "backward_passes_per_step=2, named_p", 1)
+TWO_PASSES = """
+for step in range(3):
+    torch.manual_seed(10 * step + hvd.rank())
+    optimizer.zero_grad()
+    y = model(torch.randn(6, 4))
+    y.mean().backward(retain_graph=True)
+    y.pow(2).mean().backward()
+    optimizer.step()
+"""
+BY_PARTS = "train(dict(model=model, optimizer=optimizer))\n"
+FACTORY = """
+def make(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    model(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+    return optimizer
+
+
+model = nn.Linear(4, 1)
+optimizer = make(model)
+"""
+CLIP = """
+for step in range(4):
+    torch.manual_seed(10 * step + hvd.rank())
+    optimizer.zero_grad()
+    model(torch.randn(6, 4)).pow(2).mean().backward()
+    optimizer.synchronize()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+"""
+ADASUM = BEGIN + MODEL + WRAP.replace("named_p", "op=hvd.Adasum, named_p", 1) + STEPS
+ELASTIC = BEGIN + "@hvd.elastic.run\ndef train(state):\n    state.commit()\n"
+CASES = {
+    "a subclass trains": ({"train": BEGIN + JOB}, False),
+    "by a dictionary": (
+        {"train": BEGIN + CONTAINER + MODEL + WRAP + STEPS + BY_PARTS + RESULT},
+        True,
+    ),
+    "kept before it is wrapped": (
+        {
+            "train": BEGIN
+            + CONTAINER
+            + MODEL
+            + "parts = {'model': model}\n"
+            + WRAP
+            + STEPS
+            + "parts['optimizer'] = optimizer\ntrain(parts)\n"
+            + RESULT
+        },
+        True,
+    ),
+    "by another name": (
+        {"train": BEGIN + MODEL + "net = model\n" + WRAP + STEPS + STEPS.replace("model(", "net(") + RESULT},
+        True,
+    ),
+    "in turns": ({"train": BEGIN + MODEL + WRAP + IN_TURNS + RESULT}, False),
+    "a rate of rank 0": ({"train": BEGIN + MODEL + WRAP + STEPS + RATE + STEPS + RESULT}, False),
+    "a resume elsewhere": (
+        {
+            "helper": RESTORE,
+            "train": BEGIN + "from helper import restore\n" + MODEL + WRAP + STEPS + RESUME + STEPS + RESULT,
+        },
+        False,
+    ),
+    "saved elsewhere": (
+        {
+            "helper": KEYS,
+            "train": BEGIN + "from helper import *\n" + MODEL + WRAP + STEPS + "result = keys(model)",
+        },
+        False,
+    ),
+    "two passes of one output": (
+        {"train": BEGIN + MODEL + TWICE + TWO_PASSES + RESULT},
+        True,
+    ),
+    "a factory": ({"train": BEGIN + FACTORY + STEPS + RESULT}, True),
+    "under a condition": (
+        {"train": BEGIN + MODEL + "if hvd.size() > 1:\n    " + WRAP + STEPS + "result = model.state_dict()"},
+        False,
+    ),
+    "beside Adasum": ({"other": ADASUM, "train": BEGIN + MODEL + WRAP + CLIP + RESULT}, False),
+    "beside elastic training": ({"other": ELASTIC, "train": BEGIN + MODEL + WRAP + CLIP + RESULT}, False),
+}
+
+
+def run_files(texts: dict[str, str]) -> Any:
+    """Run the last of some files, with the others as modules, and return its `result`."""
+    *modules, (_, main) = texts.items()
+    for name, text in modules:
+        sys.modules[name] = types.ModuleType(name)
+        if "hvd" not in text:
+            exec(compile(text, name, "exec"), vars(sys.modules[name]))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(main, "train", "exec"), names)
+    hvd.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return names["result"]
+
+
+def run_both(old: dict[str, str], new: dict[str, str]) -> tuple[int, Any]:
+    """Run the files, before and after, in a rank."""
+    return int(os.environ["RANK"]), (run_files(old), run_files(new))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_scripts_train_as_on_horovod(name: str, ranks: int) -> None:
+    """What is not followed is left and said, or goes through DDP: no rank trains alone."""
+    texts, is_left = CASES[name]
+    migrated = {it.path.stem: it for it in migrate({Path(f"{stem}.py"): text for stem, text in texts.items()})}
+    assert bool(migrated["train"].left) == is_left, migrated["train"].left
+    stand_in = "import horovod.torch as hvd", "from hvd_trainer import hvd"
+    old = {stem: text.replace(*stand_in) for stem, text in texts.items()}
+    new = {stem: it.after for stem, it in migrated.items()}
+    results = run_ranks(run_both, num_processes=ranks, launcher="torchrun", args=[old, new])
+    before, after = zip(*results, strict=True)
+    torch.testing.assert_close(after, before)

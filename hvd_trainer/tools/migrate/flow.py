@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import libcst as cst
+import torch
 from libcst import matchers as m
 
 from hvd_trainer.tools.migrate.source import API, Source
@@ -19,14 +20,28 @@ ELASTIC = re.compile(rf"{API}\.elastic\.(?!ElasticSampler)")
 Variable = tuple[Source, str]
 """A file, and the key of a variable in it."""
 OF_DDP = {
-    *("train", "eval", "parameters", "zero_grad", "training", "requires_grad_", "buffers", "modules", "apply"),
+    *("train", "eval", "parameters", "zero_grad", "requires_grad_", "buffers", "modules", "apply", "module"),
     *("no_sync", "register_comm_hook", "join", "to", "cuda", "cpu", "float", "half"),
 }
 """Attributes that DistributedDataParallel has with the meaning that they have in the model."""
-OF_MODULES = OF_DDP | {
-    *("state_dict", "load_state_dict", "named_parameters", "named_buffers", "named_modules", "children", "module"),
-    *("named_children", "share_memory", "double", "register_forward_hook", "compile", "device", "__class__"),
+PASSES = {"forward", "__call__", "_call_impl"}
+INSPECTING = {*OF_DDP, *dir(torch.nn.Module), *dir(torch.Tensor)} - PASSES
+"""Methods of a model, or of what is in it, that compute no result of it."""
+INSPECTORS = {
+    "print",
+    "isinstance",
+    "len",
+    "type",
+    "id",
+    "repr",
+    "str",
+    "list",
+    "iter",
+    "deepcopy",
+    "save",
+    "hasattr",
 }
+"""Functions, of Python and PyTorch, that do not call a model."""
 WITHOUT = m.Attribute(attr=m.Name("no_grad") | m.Name("inference_mode"))
 NO_GRAD = m.Call(WITHOUT)
 QUIET = m.With(items=[m.ZeroOrMore(), m.WithItem(item=NO_GRAD), m.ZeroOrMore()]) | m.FunctionDef(
@@ -47,7 +62,7 @@ class Folder:
         keep: the names of each file that still refer to Horovod, which is started, too; None: nothing does.
         rules: those that apply, by the names of calls.
         wrapped: calls of DistributedOptimizer in whose place DDP has come.
-        optimizers, loads: last names of the optimizers, and of the objects whose state is loaded.
+        optimizers: last names of the optimizers.
         is_sure: whether all optimizers have become plain ones.
     """
 
@@ -76,7 +91,6 @@ class Folder:
         self.rules = {} if self.is_elastic else BY_NAME
         targets = (source.target(call) for source, call in self.calls("DistributedOptimizer"))
         self.optimizers = {name.split(".")[-1] for name in targets if name} | self.owners("skip_synchronize")
-        self.loads = self.owners("load_state_dict")
 
     def _given_horovod(self) -> list[Variable]:
         """Return the parameters that get `horovod.torch`."""
@@ -90,7 +104,44 @@ class Folder:
         if modules:
             return [(at, made) for at, made in known if at.path.stem in modules]
         local = [(at, made) for at, made in known if at is source]
+        if not local and isinstance(node, cst.Name):
+            return [(at, made) for at, made in known if at.path.stem in source.stars]
         return local if local or isinstance(node, cst.Name) else known
+
+    def places(self, variable: Variable) -> list[tuple[Source, Any]]:
+        """Return all places of a variable; of an attribute, also in kin of its class and in objects."""
+        source, key = variable
+        owner, is_attribute, name = key.partition(".self.")
+        if not is_attribute:
+            return [(source, node) for node in source.uses[key]]
+        kin = self.kin(owner)
+        result = []
+        for at in self.sources:
+            for node in at.find(cst.Attribute):
+                if node.attr.value == name and (
+                    at.key(node) in {f"{one}.self.{name}" for one in kin} or self._is_made_of(at, node.value, kin)
+                ):
+                    result.append((at, node))
+        return result
+
+    def kin(self, name: str) -> set[str]:
+        """Return the names of a class, of those it comes from, and of those that come from it."""
+        bases = {
+            made.name.value: {last_name(base.value) for base in made.bases}
+            for source in self.sources
+            for made in source.find(cst.ClassDef)
+        }
+
+        def above(one: str, known: tuple[str, ...] = ()) -> set[str]:
+            return {one}.union(*(above(base, (*known, one)) for base in bases.get(one, ()) if base not in known))
+
+        return {one for one in bases if name in above(one)} | (above(name) & {*bases})
+
+    @staticmethod
+    def _is_made_of(source: Source, node: cst.BaseExpression, classes: set[str]) -> bool:
+        """Return whether a variable is seen to have an object of some classes."""
+        values = source.values(node) if isinstance(node, cst.Name) else []
+        return any(isinstance(value, cst.Call) and last_name(value.func) in classes for value in values)
 
     def calls(self, name: str) -> list[tuple[Source, cst.Call]]:
         """Return all calls of a name in Horovod's API."""
@@ -106,6 +157,15 @@ class Folder:
         """Return the last names of the objects whose method of this name is called."""
         named = m.Call(m.Attribute(m.Name() | m.Attribute(), m.Name(method)))
         return {last_name(call.func.value) for _, call in self._calls if m.matches(call, named)}  # type: ignore[attr-defined]
+
+    def reached(self, calls: Sequence[cst.Call]) -> set[str]:
+        """Return the names of all functions that calls may run, by way of others in these files, too."""
+        names, new = set[str](), {last_name(call.func) for call in calls}
+        while new:
+            names |= new
+            bodies = [(source, made) for name in new for source, made in self._definitions.get(name, ())]
+            new = {last_name(call.func) for source, made in bodies for call in source.find(cst.Call, made)} - names
+        return names
 
     def parameter(self, source: Source, arg: cst.Arg) -> Variable | None:
         """Return the parameter of a function, or of a class's `__init__`, that an argument is for."""
@@ -128,99 +188,142 @@ class Folder:
 
 @dataclass
 class Training:
-    """The uses of a model variable in the training; empty if the training does not call it.
+    """The uses of a variable that has the wrapped model.
 
     Attributes:
-        calls: of the model, with the name by which they call the wrapped one.
-        edits: expressions, and what stands for them when the wrapped model is given on.
-        given: variables that get it.
-        asks: those of them that are asked for more than a wrapped model has.
+        calls: those of the training, with the name of the wrapped model there.
+        edits: expressions, and what stands for them.
+        modules: expressions that stand for the model itself, with their variables.
+        given: variables that get the wrapped model.
+        notes: file, line, what is not followed, and what to do by hand.
     """
 
     calls: list[tuple[Source, cst.Call, str]] = field(default_factory=list)
     edits: list[tuple[Source, cst.BaseExpression, str]] = field(default_factory=list)
+    modules: list[tuple[Source, cst.BaseExpression, Variable]] = field(default_factory=list)
     given: list[Variable] = field(default_factory=list)
-    asks: list[Variable] = field(default_factory=list)
+    notes: list[tuple[Source, int, str, str]] = field(default_factory=list)
+
+    def note(self, source: Source, node: cst.CSTNode, advice: str) -> None:
+        """Note a use that is not followed."""
+        self.notes.append((source, source.line(node), source.code(node), advice))
 
 
 def follow(
-    folder: Folder,
-    variable: Variable,
-    name: str | None = None,
-    after: cst.CSTNode | None = None,
-    seen: tuple[Variable, ...] = (),
+    folder: Folder, variable: Variable, after: cst.CSTNode | None = None, seen: tuple[Variable, ...] = ()
 ) -> Training:
-    """Return where the model in a variable goes.
+    """Return where the wrapped model in a variable goes.
 
     Args:
-        name: of the wrapped model where that is another variable; None: this one gets it.
-        after: the statement that wraps it: places before it in its function are not of the training.
+        after: the statement that wraps it: places before it in its function have the model itself.
         seen: variables on the way here.
 
     Raises:
         NotFollowedError: the model is trained by other means than calls.
     """
-    (source, key), result, passed = variable, Training(), []
-    for node in source.uses[key] if variable not in seen else ():
+    result, passed = Training(), list[Variable]()
+    if variable in seen:
+        return result
+    for source, node in folder.places(variable):
+        if source.assigned(node) or (after and source.is_before(node, after)):
+            continue
         parent: Any = source.parents[node]
         outer: Any = source.parents[parent] if isinstance(parent, (cst.Attribute, cst.Arg)) else parent
-        is_early = (
-            after and source.function(node) is source.function(after) and source.line(node) <= source.line(after)
-        )
-        if source.assigned(node) or is_early:
-            continue
-        is_call = isinstance(outer, cst.Call) and (parent is outer or outer.func is parent)
-        is_used = not isinstance(source.parents.get(outer), cst.Expr) and trains(source, node)
-        code = source.code(node)
-        if is_call and (parent is outer or parent.attr.value == "forward"):
+        is_called = isinstance(outer, cst.Call) and (parent is outer or outer.func is parent)
+        if is_called and (parent is outer or parent.attr.value == "forward"):
+            if parent is not outer:
+                result.edits.append((source, parent, source.code(node)))
             if not is_evaluation(source, node):
-                result.calls.append((source, outer, name or code))
-                result.edits.append((source, outer.func, name or code))
-        elif isinstance(parent, cst.Attribute):
-            if is_call and is_used and parent.attr.value not in OF_MODULES:
-                raise NotFollowedError(f"the training calls `{source.code(parent)}`, which DDP does not see")
-            if name is None and parent.attr.value not in OF_DDP:
-                result.asks.append(variable)
-                result.edits.append((source, node, f"{code}.module"))
+                result.calls.append((source, outer, source.code(node)))
+        elif isinstance(parent, (cst.Attribute, cst.Subscript)) and parent.value is node:
+            _check_inside(folder, source, node)
+            if isinstance(parent, cst.Subscript) or parent.attr.value not in OF_DDP:
+                result.modules.append((source, node, variable))
+        elif isinstance(parent, cst.For) and parent.iter is node:
+            result.modules.append((source, node, variable))
         elif isinstance(parent, cst.Arg) and (place := folder.parameter(source, parent)):
-            passed.append((node, place))
-        elif isinstance(parent, cst.Arg) and is_used:
-            called = source.code(getattr(outer, "func", outer))
-            raise NotFollowedError(f"the training gives the model to `{called}`, which is not in these files")
-        is_known = bool(passed) and passed[-1][0] is node  # what a known function returns is followed there
-        for place in () if is_known else _assigned_to(folder, source, node):
-            if isinstance(parent, cst.Arg) and follow(folder, place, seen=(*seen, variable)).calls:
-                raise NotFollowedError(f"the model is trained as `{place[1].split('.')[-1]}`")
-            passed += [] if isinstance(parent, cst.Arg) or place == variable else [(node, place)]
-    for node, place in passed:
+            passed.append(place)
+        elif isinstance(parent, cst.Arg) and isinstance(outer, cst.Call):
+            if last_name(outer.func) in INSPECTORS:
+                result.modules.append((source, node, variable))
+            else:
+                called = source.code(outer.func)
+                other = f"give it `{source.code(node)}.module` if it does not call it"
+                advice = f"`{called}`, which is not in these files, gets the DDP object: {other}"
+                result.note(source, node, advice)
+        else:
+            targets = assigned_to(folder, source, node)
+            passed += targets or []
+            if targets is None and isinstance(parent, KEEPERS):
+                result.note(
+                    source, node, "what is kept here is the DDP object: write `.module` where it is not called"
+                )
+    for place in passed:
         inner = follow(folder, place, seen=(*seen, variable))
         for uses, inner_uses in zip(vars(result).values(), vars(inner).values(), strict=True):
             uses += inner_uses
-        if inner.calls:
-            result.given.append(place)
-            result.edits += [(source, node, name)] if name else []
-        elif name is None:
-            result.asks.append(variable)
-            result.edits.append((source, node, f"{source.code(node)}.module"))
-    return result if result.calls else Training()
+        result.given.append(place)
+    return result
 
 
-def _assigned_to(folder: Folder, source: Source, node: cst.BaseExpression) -> list[Variable]:
-    """Return the variables that get a model: by an assignment, that of an unknown call of it, or by a return."""
+KEEPERS = (cst.Assign, cst.AnnAssign, cst.Return, cst.Element, cst.DictElement, cst.Yield, cst.NamedExpr)
+"""What has a value that is kept."""
+
+
+def is_trained(folder: Folder, variable: Variable, after: cst.CSTNode | None, wrapped: Variable) -> bool:
+    """Return whether the training calls the model in a variable, other than by the variable that is wrapped."""
+    try:
+        return bool(follow(folder, variable, after, (wrapped,)).calls)
+    except NotFollowedError:
+        return True
+
+
+def _check_inside(folder: Folder, source: Source, node: cst.CSTNode) -> None:
+    """See that the training uses no part of a model past DDP.
+
+    Raises:
+        NotFollowedError: it does.
+    """
+    last, name = node, ""
+    while isinstance(outer := source.parents[last], (cst.Attribute, cst.Subscript)) and outer.value is last:
+        last, name = outer, last_name(outer)
+    if is_evaluation(source, node):
+        return
+    is_called = isinstance(outer, cst.Call) and outer.func is last
+    if is_called and name not in INSPECTING and not isinstance(source.parents[outer], cst.Expr):
+        raise NotFollowedError(f"the training calls `{source.code(last)}`, which DDP does not see")
+    places = assigned_to(folder, source, last) or []  # type: ignore[arg-type]
+    if isinstance(outer, cst.Arg) and (place := folder.parameter(source, outer)):
+        places.append(place)
+    for at, key in places:
+        if any(getattr(at.parents[use], "func", None) is use for use in at.uses[key]):
+            raise NotFollowedError(f"the training calls `{source.code(last)}` as `{key.split('.')[-1]}`, past DDP")
+
+
+def assigned_to(folder: Folder, source: Source, node: cst.BaseExpression) -> list[Variable] | None:
+    """Return the variables that get a model by an assignment, or by a return; None if it cannot be seen which."""
     parent: Any = source.parents[node]
-    outer: Any = source.parents[source.parents[parent]] if isinstance(parent, (cst.Arg, cst.Element)) else parent
-    targets = [(source, outer.targets[0].target)] if isinstance(outer, cst.Assign) else []
+    row: Any = source.parents[parent] if isinstance(parent, cst.Element) else None
+    outer: Any = source.parents[row] if row else parent
+    targets: list[tuple[Source, Any]] = []
     function: Any = source.function(node)
-    for other in folder.sources if isinstance(outer, cst.Return) and function is not None else ():
-        for assigned in other.find(cst.Assign):
-            call, target = assigned.value, assigned.targets[0].target
-            if not isinstance(call, cst.Call) or last_name(call.func) != function.name.value:
-                continue
-            if isinstance(parent, cst.Element) and isinstance(target, cst.Tuple):
-                target = target.elements[outer.value.elements.index(parent)].value
-            if other is source or source.path.stem in other.modules(call.func):
-                targets.append((other, target))
-    return [(other, key) for other, target in targets if (key := other.key(target)) is not None]
+    if isinstance(outer, (cst.Assign, cst.AnnAssign)):
+        targets = [(source, outer.target if isinstance(outer, cst.AnnAssign) else outer.targets[0].target)]
+    elif isinstance(outer, cst.Return) and function is not None:
+        calls = folder.calls_of(source, function)
+        around = [(other, other.parents[call]) for other, call in calls]
+        targets = [(other, made.targets[0].target) for other, made in around if isinstance(made, cst.Assign)]
+        if not calls or len(targets) + sum(isinstance(made, cst.Expr) for _, made in around) < len(calls):
+            return None
+    else:
+        return None
+    if row and targets:
+        places = [(at, target) for at, target in targets if isinstance(target, cst.Tuple)]
+        if not isinstance(row, cst.Tuple) or len(places) < len(targets):
+            return None
+        targets = [(at, target.elements[row.elements.index(parent)].value) for at, target in places]
+    result = [(at, key) for at, target in targets if (key := at.key(target)) is not None]
+    return result if len(result) == len(targets) else None
 
 
 def starts(source: Source, made: cst.CSTNode) -> list[cst.FunctionDef]:
@@ -234,7 +337,7 @@ def last_name(expression: cst.CSTNode) -> str:
     return str(getattr(getattr(expression, "attr", expression), "value", ""))
 
 
-def is_evaluation(source: Source, model: cst.BaseExpression) -> bool:
+def is_evaluation(source: Source, model: cst.CSTNode) -> bool:
     """Return whether a call of the model is not one of the training."""
     stop = m.Call(m.Attribute(m.MatchIfTrue(model.deep_equals), m.Name("eval")))
     function = source.function(model)

@@ -21,7 +21,7 @@ NEEDED = {
     r"\bdist\.\w": "import torch.distributed as dist",
     r"\bdefault_hooks\.": "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks",
     r"\bJoin\(\[": "from torch.distributed.algorithms.join import Join",
-    r"\bDDP\(": "from torch.nn.parallel import DistributedDataParallel as DDP",
+    r"\bDDP\b": "from torch.nn.parallel import DistributedDataParallel as DDP",
 }
 """Imports that the new code needs, by a pattern of what it uses."""
 IMPORT = m.SimpleStatementLine([m.Import() | m.ImportFrom()])

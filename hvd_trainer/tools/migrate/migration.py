@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hvd_trainer.tools.migrate.table import BY_NAME, NOT_PLAIN, OTHERWISE, TABLE
 from hvd_trainer.tools.migrate.wrapping import Wrapping, plan
 
 NEEDED_BY_DDP = {"DistributedOptimizer", "broadcast_parameters"}
+IMPORTS = re.compile(r"^[ \t]*((?:from\s+[\w.]+\s+)?import\s+(?:\([^)]*\)|.*))", re.MULTILINE)
 NAMES = {"dist": "torch.distributed", "DDP": "torch.nn.parallel.DistributedDataParallel"}
 
 
@@ -56,13 +58,20 @@ def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
         libcst.ParserSyntaxError: a file does not parse.
     """
     python = {path: text.replace("\r\n", "\n") for path, text in texts.items() if path.suffix == ".py"}
-    results, names = _migrate_all(Folder(python))
-    keep: dict[Path, set[str]] = {}
-    while any(
-        names[path] - keep.get(path, set()) for path in names
-    ):  # what is left in a file keeps calls of others
-        keep = {path: keep.get(path, set()) | names[path] for path in names}
-        results, names = _migrate_all(Folder(python, keep))
+    results: list[Migrated] = []
+    for program in _programs(python):
+        if not any("horovod" in text for text in program.values()):
+            results += [Migrated(path, text, text) for path, text in program.items()]
+            continue
+        parts, names = _migrate_all(program)
+        keep: dict[Path, set[str]] = {}
+        while any(
+            names[path] - keep.get(path, set()) for path in names
+        ):  # what is left in a file keeps calls of others
+            keep = {path: keep.get(path, set()) | names[path] for path in names}
+            parts, names = _migrate_all(program, keep)
+        results += parts
+    results.sort(key=lambda result: [*python].index(result.path))
     for result in results:
         ends = "\r\n" if "\r\n" in texts[result.path] else "\n"
         result.before, result.after = texts[result.path], result.after.replace("\n", ends)
@@ -74,20 +83,51 @@ def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
     return results
 
 
-def _migrate_all(folder: Folder) -> tuple[list[Migrated], dict[Path, set[str]]]:
-    """Return the files, and the names in each that must still refer to Horovod."""
-    plans: list[Wrapping] = []
-    reasons: dict[tuple[Path, int], str] = {}
+def _programs(texts: Mapping[Path, str]) -> list[dict[Path, str]]:
+    """Return the files in groups that import each other: each decides for itself."""
+    groups: list[dict[Path, str]] = []
+    for path, text in texts.items():
+        near = [group for group in groups if any(_is_imported(path, text, *other) for other in group.items())]
+        groups = [group for group in groups if group not in near]
+        groups.append({key: value for group in [*near, {path: text}] for key, value in group.items()})
+    return groups
+
+
+def _is_imported(path: Path, text: str, other: Path, other_text: str) -> bool:
+    """Return whether one of two files may import the other."""
+    return _module(other) in _imported(text) or _module(path) in _imported(other_text)
+
+
+def _module(path: Path) -> str:
+    return path.stem if path.stem != "__init__" else path.resolve().parent.name
+
+
+@lru_cache(maxsize=4096)
+def _imported(text: str) -> set[str]:
+    """Return all names in the imports of a file."""
+    return {word for line in IMPORTS.findall(text) for word in re.findall(r"\w+", line)}
+
+
+def _migrate_all(
+    texts: Mapping[Path, str],
+    keep: Mapping[Path, set[str]] | None = None,
+    reasons: Mapping[tuple[Path, int], str] | None = None,
+) -> tuple[list[Migrated], dict[Path, set[str]]]:
+    """Return the files, and the names in each that must still refer to Horovod.
+
+    Args:
+        reasons: why optimizers are left, by their places: all are, as `synchronize` and the like are for each.
+    """
+    folder, plans = Folder(texts, keep), list[Wrapping]()
     calls = folder.calls("DistributedOptimizer")
-    for source, call in calls:
-        try:
-            if not {*folder.rules} >= NEEDED_BY_DDP:
-                raise NotFollowedError("it has no rule")
-            plans.append(plan(folder, source, call))
-            plans[-1].apply(folder)
-        except NotFollowedError as error:
-            reasons[source.path, source.line(call)] = str(error)
-    folder.is_sure = bool(calls) and not reasons
+    if reasons is None and calls:
+        plans, reasons = _plan(folder)
+        if reasons:
+            return _migrate_all(texts, keep, reasons)
+    reasons = reasons or {}
+    for made in plans:
+        made.apply(folder)
+    folder.is_sure = bool(plans)
     _end(folder, plans)
     needs_start = False
     results, names, starts = list[Migrated](), dict[Path, set[str]](), dict[Path, set[str]]()
@@ -97,7 +137,7 @@ def _migrate_all(folder: Folder) -> tuple[list[Migrated], dict[Path, set[str]]]:
         _check_names(source, result.after)
         left = [(node, name) for node, name in rewriter.left.items() if not rewriter.is_inner(node)]
         rows = [_advice(source, node, name, reasons) for node, name in left]
-        rows += [row for made in plans if made.source is source for row in made.notes]
+        rows += [(line, what, advice) for made in plans for at, line, what, advice in made.notes if at is source]
         result.left = sorted({row for row in rows if not folder.is_elastic or row[1].startswith("hvd.elastic.")})
         results.append(result)
         needs_start |= any(name.startswith(API) for name in rewriter.left.values())
@@ -105,6 +145,26 @@ def _migrate_all(folder: Folder) -> tuple[list[Migrated], dict[Path, set[str]]]:
         starts[source.path] = rewriter.starts
     is_left = any(names.values())
     return results, {path: names[path] | (starts[path] if needs_start else set()) for path in names if is_left}
+
+
+def _plan(folder: Folder) -> tuple[list[Wrapping], dict[tuple[Path, int], str]]:
+    """Return how the models of all optimizers are wrapped, and why others cannot be, by their places."""
+    plans: list[Wrapping] = []
+    reasons: dict[tuple[Path, int], str] = {}
+    calls = folder.calls("DistributedOptimizer")
+    for source, call in calls:
+        try:
+            if not {*folder.rules} >= NEEDED_BY_DDP:
+                raise NotFollowedError("it has no rule")
+            made = plan(folder, source, call)
+            if any((made.source, made.key) == (other.source, other.key) for other in plans):
+                raise NotFollowedError(f"`{made.model}` has another optimizer, too")
+            plans.append(made)
+        except NotFollowedError as error:
+            reasons[source.path, source.line(call)] = str(error)
+    for source, call in calls if reasons else ():
+        reasons.setdefault((source.path, source.line(call)), "another optimizer of these files is left")
+    return plans, reasons
 
 
 def _advice(
@@ -160,7 +220,7 @@ def _job(folder: Folder, plans: Sequence[Wrapping], source: Source, call: cst.Ca
     while isinstance(around := parents.get(parents[statement]) if statement else None, cst.Try):
         statement = around
     if isinstance(around, cst.FunctionDef):
-        if any(wrapping.is_inside(around) for wrapping in plans):
+        if any(wrapping.is_inside(folder, around) for wrapping in plans):
             return source, around.body.body
         calls = [(at, inner) for at, inner in folder.calls_of(source, around) if around not in at.ancestors(inner)]
         return _job(folder, plans, *calls[0]) if len(calls) == 1 else None

@@ -308,7 +308,11 @@ class Rewriter(cst.CSTTransformer):
             "op": OPS[op],
             "divided": " /= dist.get_world_size()",
             "root_rank": values.get("root_rank", "0"),
-            "values": re.sub(r"state_dict\(\)$", "state_dict().values()", tensor).replace("named_", ""),
+            "values": re.sub(
+                r"\.named_parameters\(\)$",
+                ".parameters()",
+                re.sub(r"\.state_dict\(\)$", ".state_dict().values()", tensor),
+            ),
         }
         self._names[own] |= {x, tensor}
         rows = [[row for row in line.split("\n") if op == "Average" or "{divided}" not in row] for line in lines]
@@ -366,14 +370,8 @@ class Rewriter(cst.CSTTransformer):
         return self._by_template(rule, call, new) if broadcast_of(self.source, call) else None
 
     def _broadcast_optimizer_state(self, rule: Rule, call: cst.Call, new: dict[Any, str]) -> str | None:
-        """Send a state that was loaded; a new optimizer has none."""
-        if not self.is_sure or not call.args:
-            return None
-        return (
-            self._by_template(rule, call, new)
-            if last_name(call.args[0].value) in self.folder.loads
-            else self._put(call)
-        )
+        """Send the state of an optimizer of PyTorch."""
+        return self._by_template(rule, call, new) if self.is_sure else None
 
     def _allreduce_async(self, rule: Rule, call: cst.Call, new: dict[Any, str]) -> str | None:
         """Start an exchange whose handle is a variable, and keep for later what follows the wait."""

@@ -112,6 +112,11 @@ class Source:
         """Return the line where a node begins."""
         return self._ranges[node].start.line
 
+    def is_before(self, node: cst.CSTNode, statement: cst.CSTNode) -> bool:
+        """Return whether a node stands before a statement, in the same function."""
+        is_near = self.function(node) is self.function(statement)
+        return is_near and self._ranges[node].start.line < self.line(statement)
+
     def code(self, node: cst.CSTNode) -> str:
         """Return a node's text."""
         return self.module.code_for_node(node)
@@ -140,6 +145,12 @@ class Source:
         """Return the names of the modules and packages that a name or an attribute may be imported from."""
         names = (name for name in self._qualified_names(node) if name.source is QualifiedNameSource.IMPORT)
         return {part for name in names for part in name.name.split(".")[:-1] or [name.name] if part}
+
+    @cached_property
+    def stars(self) -> set[str]:
+        """The names of the modules whose names are all imported."""
+        lines = [node for node in self.find(cst.ImportFrom) if isinstance(node.names, cst.ImportStar)]
+        return {word for node in lines if node.module for word in re.findall(r"\w+", self.code(node.module))}
 
     def horovod(self, node: cst.CSTNode) -> str | None:
         """Return the name in Horovod's API that a name or an attribute refers to, such as `Compression.fp16`."""

@@ -10,8 +10,17 @@ from typing import Any
 import libcst as cst
 from libcst import matchers as m
 
-from hvd_trainer.tools.migrate.buffers import may_have_buffers
-from hvd_trainer.tools.migrate.flow import Folder, NotFollowedError, Training, follow
+from hvd_trainer.tools.migrate.flow import (
+    INSPECTORS,
+    Folder,
+    NotFollowedError,
+    Training,
+    Variable,
+    assigned_to,
+    follow,
+    is_trained,
+    last_name,
+)
 from hvd_trainer.tools.migrate.passes import put_passes_under
 from hvd_trainer.tools.migrate.source import Source
 from hvd_trainer.tools.migrate.table import BY_NAME, TABLE
@@ -37,13 +46,11 @@ class Wrapping:
     """A model that is wrapped.
 
     Attributes:
-        optimizer: the call of DistributedOptimizer.
-        place: where DDP(...) is written: the optimizer's statement, or a broadcast of the parameters behind it.
-        sends: broadcasts of its parameters.
+        optimizer: the call of DistributedOptimizer, whose statement DDP(...) is written before.
         lines: the statements there.
         has_passes: whether gradients are added up in several passes.
-        guard: the condition under which it is wrapped; before it the model stands for itself.
-        notes: line, what is left, and what to do by hand.
+        is_sometimes: whether that is under a condition, so that the model may be a plain one afterwards.
+        notes: file, line, what is left, and what to do by hand.
     """
 
     source: Source
@@ -51,51 +58,42 @@ class Wrapping:
     place: cst.SimpleStatementLine
     model: str
     key: str
-    sends: list[cst.CSTNode]
     training: Training = field(default_factory=Training)
     lines: list[str] = field(default_factory=list)
     has_passes: bool = False
-    guard: cst.CSTNode | None = None
-    notes: list[tuple[int, str, str]] = field(default_factory=list)
+    is_sometimes: bool = False
+    notes: list[tuple[Source, int, str, str]] = field(default_factory=list)
 
-    @property
-    def name(self) -> str:
-        """The wrapped model: `ddp_model`, `self.ddp_model`."""
-        return re.sub(r"(\w+)$", r"ddp_\1", self.model)
-
-    def is_inside(self, function: cst.FunctionDef) -> bool:
+    def is_inside(self, folder: Folder, function: cst.FunctionDef) -> bool:
         """Return whether the model is a variable of a function and not more."""
         is_local = function in self.source.ancestors(self.place) and ".self." not in self.key
-        returns = [node for at, node, _ in self.training.edits if at.around(node, cst.Return)]
-        return is_local and not any(function in self.source.ancestors(node) for node in returns)
+        returns = [node for node in self.source.uses[self.key] if self.source.around(node, cst.Return)]
+        return is_local and not any(assigned_to(folder, self.source, node) for node in returns)
 
     def apply(self, folder: Folder) -> None:
         """Note the changes in the files."""
         folder.wrapped.add(self.optimizer)
-        source, is_plain = self.source, self.has_passes and self.guard is None
-        calls = self.training.calls if is_plain else []
-        if self.has_passes and not [call for call in calls if put_passes_under(*call, folder.optimizers)]:
-            advice = (
-                f"put all passes but the last under `with {self.name}.no_sync():`: it is right without, and slower"
-            )
-            self.notes.append((source.line(self.optimizer), "backward_passes_per_step", advice))
-        for at, node, text in self.training.edits:
+        training = self.training
+        for at, node, text in training.edits:
             at.replaced[node] = text
-        source.before[self.place] += self.lines
-        if self.guard is not None:
-            source.before[self.guard].append(f"{self.name} = {self.model}")
-        source.gone |= {line for line in self.sends if self._covers(line)}
+        for at, node, variable in training.modules:
+            name, is_own = at.code(node), variable == (self.source, self.key)
+            has_others = len(folder.given[variable]) > training.given.count(variable)
+            is_plain = self._is_plain_at(folder, at, node) if is_own else has_others
+            text = f"({name}.module if isinstance({name}, DDP) else {name})"
+            at.replaced[node] = text if self.is_sometimes or is_plain else f"{name}.module"
+        self.source.before[self.place] += self.lines
 
-    def _covers(self, broadcast: cst.CSTNode) -> bool:
-        """Return whether DDP(...) sends the weights of a broadcast: later, or with nothing in between."""
-        source, place = self.source, self.place
-        if self.guard not in (None, *source.ancestors(broadcast)):
+    def _is_plain_at(self, folder: Folder, source: Source, node: cst.CSTNode) -> bool:
+        """Return whether a place may have the model before it is wrapped, in a function that is called early."""
+        start, function = self.source.function(self.place), source.function(node)
+        if function is start:
             return False
-        first, last = sorted((source.line(place), source.line(broadcast)))
-        is_apart = any(first < source.line(use) < last for use in source.uses[self.key])
-        return source.function(broadcast) is source.function(place) and not (
-            is_apart and first == source.line(place)
-        )
+        if start is not None and start.name.value != "__init__":
+            return True
+        calls = self.source.find(cst.Call, start)
+        early = [call for call in calls if self.source.is_before(call, self.place)]
+        return function is not None and function.name.value in folder.reached(early)
 
 
 def bind(call: cst.Call, signature: Sequence[str]) -> dict[str, Any] | None:
@@ -128,34 +126,81 @@ def plan(folder: Folder, source: Source, call: cst.Call) -> Wrapping:
     options, statement = bind(call, SIGNATURE), source.around(call, cst.SimpleStatementLine)
     if options is None or statement is None or len(statement.body) > 1:
         raise NotFollowedError("its options are not those of one exchange among all ranks")
-    sends = [send for at, send in folder.calls("broadcast_parameters") if at is source]
-    whole = [(send, of[0]) for send in sends if (of := broadcast_of(source, send)) is not None and of[1] == "0"]
     named = options.get("named_parameters")
+    sent = [
+        of[0]
+        for at, send in folder.calls("broadcast_parameters")
+        if at is source and (of := broadcast_of(at, send))
+    ]
     if named is not None and m.matches(named, NAMED):
         model = named.func.value
-    elif named is None and whole and _has_only(source, options["optimizer"], source.code(whole[0][1])):
-        model = whole[0][1]
+    elif named is None and sent and _has_only(source, options["optimizer"], source.code(sent[0])):
+        model = sent[0]
     else:
         raise NotFollowedError(
             "it is not seen which model it trains: give it named_parameters=model.named_parameters()"
         )
     if (key := source.key(model)) is None:
         raise NotFollowedError(f"`{source.code(model)}` is more than a variable")
-    block = source.body(statement)
-    lines = [line for send, of in whole if source.key(of) == key and (line := source.own_line(send))]
-    later = [line for line in lines if line in block and block.index(line) > block.index(statement)]
-    place: Any = later[0] if later else statement
-    result = Wrapping(source, call, place, source.code(model), key, lines)
+    result = Wrapping(source, call, statement, source.code(model), key)
     _check_scope(result)
-    result.training = follow(folder, (source, key), result.name, place)
-    if not result.training.calls:
+    result.training = follow(folder, (source, key), statement)
+    if not result.training.calls and not result.training.notes:
         raise NotFollowedError("no training call of the model is seen in these files")
-    for wanted in result.training.asks:
-        if result.guard is not None or len(folder.given[wanted]) > result.training.given.count(wanted):
+    result.notes += result.training.notes
+    _check_kept(folder, result)
+    _write(result, options)
+    calls = result.training.calls if not result.training.notes and not result.is_sometimes else []
+    if result.has_passes and not (calls and all(put_passes_under(*use, folder.optimizers) for use in calls)):
+        raise NotFollowedError("it is not seen which pass before a step is the last")
+    return result
+
+
+def _check_kept(folder: Folder, plan: Wrapping) -> None:
+    """See that the training does not have the model by other variables, which got it before it is wrapped.
+
+    Raises:
+        NotFollowedError: it has, or this cannot be seen.
+    """
+    source, place = plan.source, plan.place
+    others: list[tuple[Variable, cst.CSTNode | None]] = []
+    for node in source.uses[plan.key]:
+        parent: Any = source.parents[node]
+        if source.assigned(node) or not source.is_before(node, place):
+            continue
+        targets = assigned_to(folder, source, node)
+        others += [(variable, None) for variable in targets or ()]
+        if isinstance(parent, (cst.Element, cst.DictElement)) and targets is None:
             raise NotFollowedError(
-                f"`{wanted[1]}` gets other models, too, and is asked for what a wrapped one has not"
+                f"`{plan.model}` is kept in another object before that, in line {source.line(node)}"
             )
-    _write(folder, result, model, options)
+        if isinstance(parent, cst.Arg) and isinstance(call := source.parents[parent], cst.Call):
+            inner = folder.parameter(source, parent)
+            others += [(inner, None)] if inner else []
+            is_kept = not inner and not isinstance(source.parents[call], cst.Expr)
+            if is_kept and last_name(call.func) not in INSPECTORS:
+                advice = "DDP does not wrap what it may keep of the model"
+                plan.notes.append((source, source.line(node), source.code(call.func), advice))
+    others += _origins(folder, (source, plan.key), ())
+    for variable, after in others:
+        if variable != (source, plan.key) and is_trained(folder, variable, after, (source, plan.key)):
+            raise NotFollowedError(f"the model is trained as `{variable[1].split('.')[-1]}`, too")
+
+
+def _origins(
+    folder: Folder, variable: Variable, seen: tuple[Variable, ...]
+) -> list[tuple[Variable, cst.CSTNode | None]]:
+    """Return the variables that a model comes from, with the statements that hand it on."""
+    source, key = variable
+    result: list[tuple[Variable, cst.CSTNode | None]] = []
+    given = [(at, arg, arg.value) for at, arg in folder.given.get(variable, ())]
+    assigned = [node for node in source.uses[key] if source.assigned(node)]
+    values = [(source, around, around.value) for node in assigned if (around := source.around(node, cst.Assign))]
+    for at, node, value in [*given, *values]:
+        origin = (at, str(at.key(value))) if at.key(value) else None
+        if origin and origin not in (variable, *seen):
+            result.append((origin, at.around(node, cst.BaseStatement) if isinstance(node, cst.Arg) else node))
+            result += _origins(folder, origin, (*seen, variable))
     return result
 
 
@@ -179,15 +224,18 @@ def _check_scope(plan: Wrapping) -> None:
             raise NotFollowedError("the model is part of a module, which would have it twice")
     elif plan.key.count("<locals>") != sum(isinstance(node, cst.FunctionDef) for node in source.ancestors(place)):
         raise NotFollowedError(f"`{plan.model}` is not a variable of the function that makes its optimizer")
+    for loop in (node for node in source.ancestors(place) if isinstance(node, (cst.For, cst.While))):
+        if source.function(loop) is function and not any(loop in source.ancestors(node) for node in targets):
+            raise NotFollowedError(f"`{plan.model}` would be wrapped in each pass of the loop around it")
     for condition in (node for node in source.ancestors(place) if isinstance(node, cst.If)):
         if source.function(condition) is function and not source.is_main(condition):
             inside = [node for node in targets if condition in source.ancestors(node)]
             if inside and len(inside) < len(targets):
                 raise NotFollowedError(f"`{plan.model}` is another one on each side of the condition around it")
-            plan.guard = condition if not inside else plan.guard
+            plan.is_sometimes |= not inside
 
 
-def _write(folder: Folder, plan: Wrapping, model: cst.BaseExpression, options: Mapping[str, Any]) -> None:
+def _write(plan: Wrapping, options: Mapping[str, Any]) -> None:
     """Write the statements that wrap the model and register its hook."""
     source, value, hook, state = plan.source, options.get("op"), None, "None"
     texts = {name: source.code(options[name]) for name in USUAL if name in options}
@@ -197,7 +245,7 @@ def _write(folder: Folder, plan: Wrapping, model: cst.BaseExpression, options: M
     plan.has_passes = "backward_passes_per_step" in changed
     if isinstance(value, cst.IfExp) and source.horovod(value.body) == "Adasum":
         note = f"{NO_ADASUM}: the script says so now, and ends"
-        plan.notes.append((source.line(plan.optimizer), "op=hvd.Adasum", note))
+        plan.notes.append((source, source.line(plan.optimizer), "op=hvd.Adasum", note))
         plan.lines.append(f'if {source.code(value.test)}:\n    raise ValueError("{NO_ADASUM}")')
         value = value.orelse
     op = source.horovod(value) if value is not None else "Average"
@@ -210,12 +258,11 @@ def _write(folder: Folder, plan: Wrapping, model: cst.BaseExpression, options: M
     registered = hook
     if "compression" in changed and (compressed := _compressed(source, options["compression"], hook or AVERAGE)):
         hook, registered = hook or AVERAGE, compressed
-    plan.lines.append(f"{plan.name} = DDP({plan.model})")
-    if may_have_buffers(folder, source, model):
-        comment = "# Each rank keeps its own buffers, such as batch-norm statistics."
-        plan.lines.append(f"{comment}\n{plan.name}.broadcast_buffers = False")
+    plan.lines.append(f"{plan.model} = DDP({plan.model})")
+    comment = "# Each rank keeps its own buffers, such as batch-norm statistics."
+    plan.lines.append(f"{comment}\n{plan.model}.broadcast_buffers = False")
     if hook is not None:
-        plan.lines.append(f"{plan.name}.register_comm_hook({state}, {registered})")
+        plan.lines.append(f"{plan.model}.register_comm_hook({state}, {registered})")
         source.functions += [
             text for text in TABLE.hooks if f"def {hook}(" in text and text not in source.functions
         ]
