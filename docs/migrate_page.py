@@ -65,7 +65,8 @@ LEFT = """\
 MORE_LEFT = """\
 | names that may come in another order on each rank, as in a loop over `items()` | make the order the same: \
 torch.distributed knows no names |
-| a collective whose gradient is used | `torch.distributed.nn.functional` |
+| a collective of a tensor that is not seen to be detached, as its gradient may be used \
+| `.detach()`, or `torch.distributed.nn.functional` |
 | a model that is trained by other calls than its own | wrap what is called |
 | a model that another variable or object has before it is wrapped, and trains | wrap it before |
 | one of several optimizers in files that import each other: then all are | as for that one |

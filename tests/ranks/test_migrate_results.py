@@ -201,6 +201,40 @@ for step in range(3):
     y.pow(2).mean().backward()
     optimizer.step()
 """
+CONTRAST = """
+for step in range(4):
+    torch.manual_seed(10 * step + hvd.rank())
+    y = model(torch.randn(3, 4))
+    everyone = hvd.allgather(y)
+    objective = (y @ everyone.T).pow(2).mean()
+    optimizer.zero_grad()
+    objective.backward()
+    optimizer.step()
+"""
+CENTRE = """
+for step in range(4):
+    torch.manual_seed(10 * step + hvd.rank())
+    y = model(torch.randn(3, 4))
+    centre = hvd.allreduce(y.mean(dim=0))
+    total = ((y - centre) ** 2).mean() + 0.1 * centre.pow(2).sum()
+    optimizer.zero_grad()
+    total.backward()
+    optimizer.step()
+"""
+ALIAS = """
+own = torch.full((1,), float(hvd.rank() + 1))
+mean = hvd.allreduce(torch.zeros(1) if own is None else own.view(1))
+mean = hvd.allreduce(torch.Tensor(own))
+order = []
+pair = order.append(hvd.rank()), hvd.allgather(torch.tensor(order or [7]))
+result = own, mean, pair[1]
+"""
+TEACHER = """
+torch.manual_seed(hvd.rank())
+renamed_teacher = nn.Linear(2, 2)
+hvd.broadcast_parameters(renamed_teacher.named_parameters(), root_rank=0)
+result = renamed_teacher.weight.detach()
+"""
 BY_PARTS = "train(dict(model=model, optimizer=optimizer))\n"
 FACTORY = """
 def make(model):
@@ -274,6 +308,10 @@ CASES = {
         {"train": BEGIN + MODEL + "if hvd.size() > 1:\n    " + WRAP + STEPS + "result = model.state_dict()"},
         False,
     ),
+    "gradients through a gather": ({"train": BEGIN + MODEL + WRAP + CONTRAST + RESULT}, True),
+    "gradients through a mean": ({"train": BEGIN + MODEL + WRAP + CENTRE + RESULT}, True),
+    "a view": ({"train": BEGIN + ALIAS}, True),
+    "a name with named": ({"train": BEGIN + TEACHER}, False),
     "beside Adasum": ({"other": ADASUM, "train": BEGIN + MODEL + WRAP + CLIP + RESULT}, False),
     "beside elastic training": ({"other": ELASTIC, "train": BEGIN + MODEL + WRAP + CLIP + RESULT}, False),
 }

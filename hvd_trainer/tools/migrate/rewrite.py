@@ -11,7 +11,7 @@ import libcst as cst
 import msgspec
 from libcst import matchers as m
 
-from hvd_trainer.tools.migrate.flow import Folder, last_name
+from hvd_trainer.tools.migrate.flow import QUIET, Folder, last_name
 from hvd_trainer.tools.migrate.imports import IMPORT, add_imports, names_of, stand_in, statements
 from hvd_trainer.tools.migrate.source import API, Source
 from hvd_trainer.tools.migrate.table import Rule
@@ -21,9 +21,13 @@ VARIABLES = {"gather": "gathered", "state": "states", "cast": "received", "allto
 """What a new variable is called, by a part of the call's name."""
 OPS = {"Sum": "", "Average": "", "Min": ", op=dist.ReduceOp.MIN", "Max": ", op=dist.ReduceOp.MAX"}
 OPS["Product"] = ", op=dist.ReduceOp.PRODUCT"
-NEW_TENSOR = r"torch\.(tensor|zeros|ones|full|arange|\w*Tensor)\(.*\)$"
-DETACHED = r"\.item\(|\.detach\(|\.data\b|torch\.tensor\(|no_grad"
-"""What a line has whose result is used without a gradient."""
+MAKERS = {"tensor", "zeros", "ones", "full", "arange", "empty", "rand", "randn", "randint", "eye"}
+"""Functions of PyTorch whose result shares no memory with another tensor, and is in no graph."""
+NEW_TENSOR = m.Call(m.Attribute(m.Name("torch"), m.MatchIfTrue(lambda name: name.value in MAKERS)))
+DETACHING = {"item", "detach", "tolist", "argmax", "long", "int", "eq", "ne", "len", "numel", "size"}
+"""Methods and functions whose result is in no graph."""
+HARMLESS = DETACHING | MAKERS | {"float", "str", "format", "clone", "mean", "sum", "cpu", "view", "double"}
+"""Calls without an effect on what a collective sends."""
 UNORDERED = r"\.(items|keys|values)\(\)$|^set\("
 SKIP = m.With(items=[m.WithItem(item=m.Call(m.Attribute(attr=m.Name("skip_synchronize"))))])
 SYNCHRONIZE = m.Call(m.Attribute(attr=m.Name("synchronize")), args=[])
@@ -280,7 +284,12 @@ class Rewriter(cst.CSTTransformer):
         """Return the statements and the expression of a rule with lines; None if the call is left."""
         source, names, own = self.source, rule.signature.split(), self.source.own_line(call)
         bound = bind(call, names)
-        if not bound or own is None or self._is_differentiated(rule, call) or self._is_dynamic(bound.get("name")):
+        if (
+            not bound
+            or own is None
+            or not self._may_move(rule, call, bound, own)
+            or self._is_dynamic(bound.get("name"))
+        ):
             return None
         values = {name: new[value] for name, value in bound.items()}
         compression, op = (source.horovod(bound[key]) if key in bound else None for key in ("compression", "op"))
@@ -301,7 +310,7 @@ class Rewriter(cst.CSTTransformer):
         fields = dict.fromkeys((names[0], "tensor:name"), tensor) | {
             "x": x,
             "copy": tensor
-            if re.match(NEW_TENSOR, tensor)
+            if m.matches(bound[names[0]], NEW_TENSOR)
             else f"{copied}{'.detach()' * ('.detach()' not in tensor)}.clone()",
             "each": self._new_name("tensor", own),
             "parts": self._new_name("parts", own),
@@ -324,14 +333,72 @@ class Rewriter(cst.CSTTransformer):
         taken = self.words | self._names[statement]
         return next(name for name in (base, *(f"{base}_{number}" for number in range(2, 99))) if name not in taken)
 
-    def _is_differentiated(self, rule: Rule, call: cst.Call) -> bool:
-        """Return whether gradients may flow through the result, as they do in Horovod."""
-        source, target, own = self.source, self.source.target(call), self.source.own_line(call)
-        function: Any = source.function(call)
-        if function is None or "tensor" not in rule.signature or re.search(DETACHED, source.code(own or call)):
-            return False
-        is_trained = target and re.search(rf"\b{target}\b[^\n]*\.backward\(", source.code(function))
-        return bool(is_trained) or function.name.value == "forward" or "loss" in function.name.value
+    def _is_detached(self, node: cst.BaseExpression, seen: tuple[str, ...] = ()) -> bool:
+        """Return whether an expression is seen to be in no graph, so that no gradient flows through it."""
+        source = self.source
+        if any(m.matches(ancestor, QUIET) for ancestor in source.ancestors(node)):
+            return True
+        if isinstance(node, cst.Call):
+            name, inner = last_name(node.func), getattr(node.func, "value", None)
+            if any(arg.keyword and arg.keyword.value == "requires_grad" for arg in node.args):
+                return False
+            if m.matches(node, NEW_TENSOR) or name in DETACHING:
+                return True
+            values = [arg.value for arg in node.args]
+            if (called := source.horovod(node.func)) is not None:
+                values = values[:1] if self.rules.get(called) else [node.func]
+            elif isinstance(inner, cst.BaseExpression) and source.code(inner) != "torch":
+                values.append(inner)
+            elif not isinstance(inner, cst.BaseExpression):
+                return False
+            return all(self._is_detached(value, seen) for value in values)
+        if isinstance(node, cst.Attribute) and node.attr.value in ("data", "grad"):
+            return True
+        if isinstance(node, (cst.Name, cst.Attribute)):
+            key, values, uses = str(source.key(node)), source.values(node), source.uses[source.key(node)]
+            is_given = any(isinstance(source.parents[use], cst.Param) for use in uses)
+            is_known = bool(values) and len(values) == sum(source.assigned(use) for use in uses) and not is_given
+            is_known = is_known and all(key in seen or self._is_detached(value, (*seen, key)) for value in values)
+            return is_known or node.deep_equals(cst.Name("None")) or source.code(node) in ("True", "False")
+        if isinstance(node, cst.Subscript):
+            return self._is_detached(node.value, seen)
+        if isinstance(node, (cst.List, cst.Tuple)):
+            return all(self._is_detached(element.value, seen) for element in node.elements)
+        parts = [getattr(node, name, None) for name in ("left", "right", "expression", "body", "orelse")]
+        operands = [part for part in parts if part is not None]
+        return isinstance(node, (cst.BaseNumber, cst.BaseString, cst.Comparison)) or (
+            bool(operands) and all(self._is_detached(part, seen) for part in operands)
+        )
+
+    def _may_move(self, rule: Rule, call: cst.Call, bound: dict[str, Any], own: cst.CSTNode) -> bool:
+        """Return whether a collective may be a statement before its own, on a copy in no graph."""
+        name, sent = str(self.source.horovod(call.func)), rule.signature.split()[0]
+        has_graph = sent.startswith("tensor") and not name.endswith(("_", "_async"))
+        return self._is_first(call, own) and (
+            not has_graph or self._is_detached(bound[sent]) or self._is_read(call)
+        )
+
+    def _is_read(self, node: cst.CSTNode) -> bool:
+        """Return whether a result is only read, as a number or in no graph."""
+        parent: Any = self.source.parents[node]
+        if m.matches(parent, m.Assign([m.AssignTarget(m.Name())])):
+            uses = self.source.uses[self.source.key(parent.targets[0].target)]
+            reads = [use for use in uses if not self.source.assigned(use)]
+            return len(uses) == len(reads) + 1 and all(self._is_read(use) for use in reads)
+        return isinstance(parent, (cst.Expr, cst.Comparison)) or m.matches(
+            parent, m.Attribute(attr=m.MatchIfTrue(lambda name: name.value in DETACHING | {"data"}))
+        )
+
+    def _is_first(self, call: cst.Call, own: cst.CSTNode) -> bool:
+        """Return whether nothing with an effect is run in a statement before a call, which is moved before it."""
+        source = self.source
+        nodes = source.find(cst.Call, own if isinstance(own, cst.SimpleStatementLine) else own.test)  # type: ignore[attr-defined]
+        earlier = nodes[: nodes.index(call)]
+        inside = {*source.below(call)}
+        return all(
+            node in inside or source.horovod(node.func) is not None or last_name(node.func) in HARMLESS
+            for node in earlier
+        )
 
     def _is_dynamic(self, name: cst.BaseExpression | None) -> bool:
         """Return whether a name is one by which ranks may ask in different orders."""
