@@ -63,7 +63,7 @@ class CollectiveCalls:
             if hasattr(module, name):
                 wrap(name, functools.partial(self._count, name), module)
 
-    def _count(self, name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def _count(self, name: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         # In a graph of torch.compile nothing can be counted, and anything else here would break it.
         if torch.compiler.is_compiling() or getattr(self._inside, "one", False):
             return function(*args, **kwargs)

@@ -204,7 +204,7 @@ OF_OTHERS = {
     "Slurm": {
         *("--array", "--cpu-bind", "--cpus-per-task", "--distribution", "--gpu-bind", "--gpus-per-task", "--gres"),
         *("--kill-on-bad-exit", "--mpi", "--ntasks", "--ntasks-per-node", "--ntasks-per-socket", "--open-mode"),
-        "--signal",
+        *("--pty", "--signal"),
     },
     "torchrun": {
         *("--master-addr", "--master-port", "--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-endpoint"),

@@ -153,7 +153,7 @@ def test_save_stall_excludes_steps_that_still_run(gpu: StandIn) -> None:
         backend=backend,
         before_save=lambda: gpu.calls.append("check"),
         state=SimpleNamespace(collect=lambda meter, everywhere: None),
-        progress=SimpleNamespace(step=1, epoch=0),
+        progress=SimpleNamespace(step=1, epoch=0, evaluation={}),
         _writer=SimpleNamespace(submit=lambda at, state, **_: began.append(at)),
     )
     settled: list[float] = []
