@@ -22,6 +22,7 @@ class CountedBatch(tuple[Any, Any]):
         samples: in it.
         mean_samples: in the batches of all shards for the same pass, on average.
         taken: samples of the epoch that all shards together have taken for this pass.
+        fingerprint: of the data up to this batch: equal on ranks that have read the same stream; 0: not known.
     """
 
     def __new__(cls, pair: Batch, samples: int, taken: int) -> CountedBatch:
@@ -33,6 +34,7 @@ class CountedBatch(tuple[Any, Any]):
     samples: int
     mean_samples: float
     taken: int
+    fingerprint = 0
 
 
 def as_pair(batch: Any) -> Batch:

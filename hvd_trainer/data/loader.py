@@ -82,12 +82,30 @@ class DataShard(NamedTuple):
     size: int
 
 
+class Fingerprint(NamedTuple):
+    """Two numbers that are equal on all ranks and in all loader processes that have read the same stream.
+
+    They are of the samples at the starts of steps: of a few, as each costs time.
+    """
+
+    before: int = 0
+    """of the steps before; 0: there are none"""
+    after: int = 0
+    """of the steps before and this one, below 2**40; 0: not known"""
+
+
+class Marked(NamedTuple):
+    """The first sample that a rank takes from a stream for a step."""
+
+    fingerprint: Fingerprint
+    sample: Any
+
+
 class Given(NamedTuple):
     """A batch from `Collate`, and the number of samples that it was made of."""
 
     samples: int
-    first: Any
-    """digest of the stream's first sample; None: not the stream's first batch"""
+    fingerprint: Fingerprint
     batch: Any
 
 
@@ -98,18 +116,10 @@ class Collate:
         self._collate = default_collate if collate is None else collate
 
     def __call__(self, samples: list[Any]) -> Given:
-        first = None
-        if isinstance(samples[0], First):
-            first, samples[0] = samples[0]
-        return Given(len(samples), first, self._collate(samples))
-
-
-class First(NamedTuple):
-    """The first sample that a rank or its loader process takes from a stream."""
-
-    digest: str
-    """of the stream's first sample"""
-    sample: Any
+        fingerprint = Fingerprint()
+        if isinstance(samples[0], Marked):
+            fingerprint, samples[0] = samples[0]
+        return Given(len(samples), fingerprint, self._collate(samples))
 
 
 class Loader(ABC):
@@ -159,6 +169,21 @@ class Loader(ABC):
     @abstractmethod
     def evaluation(self) -> Iterator[Batch]:
         """Yield this rank's share of all samples; over all ranks each sample comes exactly once."""
+
+    def check_evaluation(self) -> None:  # noqa: B027  only streams may differ
+        """Check that in the last evaluation all ranks have read the same data. A collective.
+
+        Raises:
+            DataError: they have not.
+        """
+
+    def _other_samples(self) -> str:
+        return (
+            f"{self.name} gives each rank other samples, and each was to read all samples and take its share. If "
+            f"it shares itself out among ranks, give it shards_by_rank = True as an attribute, or leave that to "
+            f"the trainer. If it draws other numbers on each rank for the same samples, give it "
+            f"shards_by_rank = False."
+        )
 
     def _training(self, epoch: int, consumed: int, device: torch.device = accelerator.CPU) -> Iterable[Chosen]:
         """Return the samples (their indices on a device) of each of this rank's training batches."""
@@ -210,14 +235,16 @@ class Loader(ABC):
     def _with_counts(self, batches: Iterable[Given]) -> Iterator[CountedBatch]:
         """Yield batches on the device, with the number of samples that each was made of."""
         transform = self.plan.batch_transform
-        for given, _, batch in self._transfer.move(batches):
+        for given, fingerprint, batch in self._transfer.move(batches):
             inputs, targets = as_pair(batch)
             samples = collated_samples((inputs, targets), given)
             if samples == 0:
                 raise DataError(
                     f"collate made a batch without samples of {given} of {self.name}: let it keep one at least."
                 )
-            yield CountedBatch((inputs if transform is None else transform(inputs), targets), samples, given)
+            counted = CountedBatch((inputs if transform is None else transform(inputs), targets), samples, given)
+            counted.fingerprint = fingerprint.after
+            yield counted
 
     def _agreed(self, batches: Iterator[CountedBatch], empty: str | None) -> Iterator[CountedBatch]:
         """Yield batches, each with what those of all ranks have together; end when a rank has none. A collective.
@@ -229,17 +256,20 @@ class Loader(ABC):
             empty: the text of the error; None: there may be no batch.
 
         Raises:
-            DataError: a rank has no batch at all.
+            DataError: a rank has no batch at all, or another part of the data than it should.
         """
         collectives, ranks = self.backend.collectives, self.backend.world.size
         for number in itertools.count():
             batch = next(batches, None)
-            own = [0, 0, 0] if batch is None else [1, batch.samples, batch.taken]
-            having, samples, taken = collectives.all_reduce_numbers(own)
+            own = [0, 0, 0, 0] if batch is None else [1, batch.samples, batch.taken, batch.fingerprint]
+            having, samples, taken, fingerprints = collectives.all_reduce_numbers(own)
             if having < ranks and number == 0 and empty is not None:
                 raise DataError(empty)
             if batch is None or having < ranks:
                 return
+            # No sum of less than 8192 of them is rounded, so that none is the mean by chance.
+            if fingerprints != ranks * batch.fingerprint:
+                raise DataError(self._other_samples())
             batch.mean_samples, batch.taken = samples / ranks, round(taken * self._shard.size / ranks)
             yield batch
 

@@ -25,10 +25,11 @@ from hvd_trainer.data.batch import Batch, CountedBatch, first_samples, samples_i
 from hvd_trainer.data.loader import (
     Collate,
     DataShard,
-    First,
+    Fingerprint,
     Given,
     Loader,
     LoaderPlan,
+    Marked,
     torch_loader,
 )
 from hvd_trainer.data.shard import EVALUATION
@@ -41,8 +42,11 @@ from hvd_trainer.utils.tensors import as_bytes
 class _Stream(IterableDataset[Any]):
     """The samples of a stream that belong to one rank, or to one of its workers."""
 
-    def __init__(self, data: IterableDataset[Any], rank: int, size: int, batch_size: int) -> None:
+    def __init__(
+        self, data: IterableDataset[Any], rank: int, size: int, batch_size: int, *, is_compared: bool
+    ) -> None:
         self.data, self.rank, self.size, self.batch_size = data, rank, size, batch_size
+        self.is_compared = is_compared
         self.epoch = self.consumed = self.seed = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -56,14 +60,15 @@ class _Stream(IterableDataset[Any]):
             seed_all(self.seed, accelerator.CPU)
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(self.epoch)
-        digest, is_first = "", True
+        fingerprint = Fingerprint()
         for position, sample in enumerate(self.data, -self.consumed):
-            if position == -self.consumed:
-                digest = digest_of(sample)
             step, place = divmod(position, self.batch_size * self.size)
-            if position >= 0 and step % workers == number and place % self.size == self.rank:
-                yield First(digest, sample) if is_first else sample
-                is_first = False
+            if position < 0:
+                continue
+            if place == 0 and self.is_compared:
+                fingerprint = Fingerprint(fingerprint.after, _extended(fingerprint.after, sample))
+            if step % workers == number and place % self.size == self.rank:
+                yield Marked(fingerprint, sample) if place == self.rank else sample
 
 
 class StreamLoader(Loader):
@@ -86,10 +91,10 @@ class StreamLoader(Loader):
         super().__init__(data, None, backend, plan)
         shards_by_rank = getattr(data, "shards_by_rank", None)
         self.shards_by_rank = bool(shards_by_rank)
-        self._is_compared = shards_by_rank is None
         self._given_to = self._shard.size if shards_by_rank else 1
         shard = DataShard(0, 1) if shards_by_rank else self._shard
-        self._stream = _Stream(data, *shard, plan.batch_size)
+        self._stream = _Stream(data, *shard, plan.batch_size, is_compared=shards_by_rank is None)
+        self._evaluated: list[int] = []
         # Workers have copies of the data set, so they are started again in each epoch to know its number.
         self._loader = torch_loader(self._stream, backend, plan, Collate(collate), batch_size=plan.batch_size)
         self.num_workers = self._loader.num_workers
@@ -100,7 +105,16 @@ class StreamLoader(Loader):
         return self._agreed(self._pass(epoch, consumed), empty)
 
     def evaluation(self) -> Iterator[Batch]:
-        return self._pass(EVALUATION, 0)
+        self._evaluated = []
+        for batch in self._pass(EVALUATION, 0):
+            self._evaluated.append(batch.fingerprint)
+            yield batch
+
+    def check_evaluation(self) -> None:
+        # Where ranks have unequal numbers of batches, those that all have are compared.
+        steps = zip(*self.backend.collectives.all_gather_object(self._evaluated), strict=False)
+        if any(len(set(step)) > 1 for step in steps):
+            raise DataError(self._other_samples())
 
     def _pass(self, epoch: int, consumed: int) -> Iterator[CountedBatch]:
         """Read the stream once, with random numbers seeded by seed and epoch: the same on all ranks.
@@ -112,39 +126,29 @@ class StreamLoader(Loader):
         if epoch != EVALUATION:
             self._stream.epoch = epoch
         self._stream.seed = seed = derive_seed(self.plan.seed, epoch)
-        batches = self._with_counts(self._same_everywhere())
+        batches = self._with_counts(self._same_in_processes())
         return batches if self._loader.num_workers else iterate_isolated(batches, seed, accelerator.CPU)
 
-    def _same_everywhere(self) -> Iterator[Given]:
-        """Yield batches, once all ranks are known to read the same stream. A collective.
+    def _same_in_processes(self) -> Iterator[Given]:
+        """Yield batches, each once the loader process that made it has read what the others have.
 
         Raises:
-            DataError: a rank's stream, or that of one of its workers, begins with another sample.
+            DataError: it has read other samples.
         """
-        batches: Iterator[Given] = iter(self._loader)
-        start = next(batches, None)
-        own = None if start is None else start.first
-        if self._is_compared:
-            begin = set(self.backend.collectives.all_gather_object(own)) - {None}
-            if len(begin) > 1:
+        before = 0
+        for batch in self._loader:
+            if batch.fingerprint.before != before:
                 raise DataError(
-                    f"{self.name} begins with another sample on each rank, and each was to read all samples and "
-                    f"take its share. If it shares itself out among ranks, give it shards_by_rank = True as an "
-                    f"attribute, or leave that to the trainer. If it draws other numbers on each rank for the "
-                    f"same samples, give it shards_by_rank = False."
+                    f"{self.name} gives each loader process other samples, and each was to read all samples and "
+                    f"take its share. Let it give all, or load without processes: --workers 0."
                 )
-        for batch in () if start is None else itertools.chain([start], batches):
-            if self._is_compared and batch.first not in (None, own):
-                raise DataError(
-                    f"{self.name} begins with another sample in each loader process, and each was to read all "
-                    f"samples and take its share. Let it give all, or load without processes: --workers 0."
-                )
+            before = batch.fingerprint.after
             yield batch
 
 
-def digest_of(sample: Any) -> str:
-    """Return a digest of the values in a sample; of an object of another kind its type counts."""
-    digest = hashlib.blake2b(digest_size=16)
+def _extended(fingerprint: int, sample: Any) -> int:
+    """Return a fingerprint that a further sample is added to; of an object of no known kind its type counts."""
+    digest = hashlib.blake2b(fingerprint.to_bytes(5, "big"), digest_size=5)
     for leaf in tree_leaves(sample):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             digest.update(as_bytes(leaf.detach().cpu().contiguous()).numpy().tobytes())
@@ -154,7 +158,7 @@ def digest_of(sample: Any) -> str:
             digest.update(repr(leaf).encode())
         else:
             digest.update(type(leaf).__name__.encode())
-    return digest.hexdigest()
+    return int.from_bytes(digest.digest(), "big")
 
 
 def equal_batches(batches: Iterator[Batch], backend: Backend, empty: str | None) -> Iterator[Batch]:

@@ -65,6 +65,7 @@ class Evaluation:
                 self._step.evaluate(batch, meter)
                 activity.enter("evaluate")
             activity.enter("epoch")
+            self._loader.check_evaluation()
             return meter.compute()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -17,30 +16,22 @@ from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.options import ParallelOptions, TrainerOptions
 from hvd_trainer.data import draw_batches
 from hvd_trainer.errors import OptionError
-from hvd_trainer.observe.metrics import Metric
 from hvd_trainer.optim.loss_module import modules_of
 from hvd_trainer.optim.reproducible import computing
 from hvd_trainer.optim.step import EvaluationStep
-from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.placement import ModelPlacement
 from hvd_trainer.training.evaluation import Evaluation
 from hvd_trainer.training.fit_rules import cutting_option
 from hvd_trainer.training.loading import Loading
-from hvd_trainer.training.run import TrainingRun
+from hvd_trainer.training.run import Inputs, TrainingRun
 from hvd_trainer.utils.digest import digest
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationInputs:
+class EvaluationInputs(Inputs):
     """The arguments of `Trainer.evaluate`; see there."""
 
-    model: nn.Module
-    loss: LossFunction
     data: Any
-    metrics: Mapping[str, Metric]
-    weight: WeightFunction | None
-    collate: Callable[[list[Any]], Any] | None
-    batch_transform: Callable[[Any], Any] | None
 
 
 def evaluate(

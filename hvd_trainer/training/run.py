@@ -28,7 +28,7 @@ from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.checks import refuse
 from hvd_trainer.config.figures import StopCondition
 from hvd_trainer.config.options import TrainerOptions
-from hvd_trainer.data import DrawnBatches, draw_batches
+from hvd_trainer.data import DrawnBatches, Loader, draw_batches
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import observer
 from hvd_trainer.observe.callback import Callback, Observer, RunView, with_state
@@ -54,22 +54,28 @@ from hvd_trainer.training.schedule_rules import Length, length_mistakes, schedul
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitInputs:
-    """The arguments of `Trainer.fit`; see there."""
+class Inputs:
+    """The arguments that `Trainer.fit` and `Trainer.evaluate` share; see there."""
 
     model: nn.Module
-    optimizer: Optimizer
     loss: LossFunction
+    metrics: Mapping[str, Metric]
+    weight: WeightFunction | None
+    collate: Callable[[list[Any]], Any] | None
+    batch_transform: Callable[[Any], Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitInputs(Inputs):
+    """The arguments of `Trainer.fit`; see there."""
+
+    optimizer: Optimizer
     train_data: Any
     val_data: Any
     scheduler: Scheduler | None
     scheduler_step: Interval
     scheduler_metric: str | None
-    metrics: Mapping[str, Metric]
-    weight: WeightFunction | None
     callbacks: Sequence[Callback]
-    collate: Callable[[list[Any]], Any] | None
-    batch_transform: Callable[[Any], Any] | None
 
 
 class TrainingRun(RunView):
@@ -104,7 +110,6 @@ class TrainingRun(RunView):
         self.exchanges = message is None or message.exchange
         self.stop_condition = StopCondition.parse(options.train.until)
         splits = ("train",) if inputs.val_data is None else ("train", "val")
-        figures = [f"{split}_{name}" for split in splits for name in ("loss", *inputs.metrics)]
         self.schedule = Schedule(
             inputs.scheduler,
             inputs.optimizer,
@@ -112,41 +117,14 @@ class TrainingRun(RunView):
             metric=inputs.scheduler_metric,
             default_metric=f"{splits[-1]}_loss",
         )
-        mistakes = fit_mistakes(options, backend, inputs.optimizer, inputs.loss, figures)
-        is_elastic = backend.session.driver is not None
-        has_own_size = options.train.global_batch_size is not None or isinstance(inputs.train_data, DataLoader)
-        of_schedule = schedule_mistakes(
-            self.schedule,
-            inputs.optimizer,
-            options.train,
-            inputs.metrics,
-            figures,
-            steps_may_change=is_elastic and not has_own_size,
-        )
-        refuse([*mistakes, *of_schedule])
+        figures = [f"{split}_{name}" for split in splits for name in ("loss", *inputs.metrics)]
+        refuse(self._mistakes(inputs, figures))
         with ExitStack() as resources:  # closes what is open if a later part cannot be built
             self.placement = make_placement(backend, options.parallel, options.train, exchange=self.exchanges)
             resources.callback(self.placement.close)
-            drawn = draw_batches(inputs.train_data, backend, options.train.seed)
-            self.plan = self._make_plan(inputs.train_data, drawn)
             # Trackers neither end a training nor change its data.
             self.has_callbacks = any(not isinstance(callback, Tracker) for callback in inputs.callbacks)
-            loading = Loading(
-                backend=backend,
-                train=options.train,
-                plan=self.plan,
-                shard=self.placement.shard,
-                collate=inputs.collate,
-                batch_transform=inputs.batch_transform,
-                renew_workers=self.has_callbacks,
-            )
-            self.train_loader = loading.make_loader(inputs.train_data, drawn, shuffle=True)
-            self.val_loader = None
-            if inputs.val_data is not None:
-                drawn_val = draw_batches(inputs.val_data, backend, options.train.seed)
-                self.val_loader = loading.make_loader(inputs.val_data, drawn_val, shuffle=False)
-            of_batches = batch_mistakes(options, self.plan, inputs.train_data)
-            refuse([*of_batches, *data_mistakes(options, self.train_loader, self.val_loader)])
+            self.plan, self.train_loader, self.val_loader = self._make_loaders(inputs)
             self.placement.set_batch_size(self.plan.batch_size)
             self.progress = Progress()
             self.peak_memory = PeakMemory(backend)
@@ -165,6 +143,50 @@ class TrainingRun(RunView):
             self.rate = self._make_rate()
             self.manager = self._make_manager(snapshot)
             self._resources = resources.pop_all()
+
+    def _mistakes(self, inputs: FitInputs, figures: Sequence[str]) -> Iterator[str]:
+        """Yield what the options and the arguments ask for that does not go together.
+
+        Args:
+            figures: names of those that a record of an epoch will have.
+        """
+        options, train = self.options, self.options.train
+        yield from fit_mistakes(options, self.backend, inputs.optimizer, inputs.loss, figures)
+        has_own_size = train.global_batch_size is not None or isinstance(inputs.train_data, DataLoader)
+        yield from schedule_mistakes(
+            self.schedule,
+            inputs.optimizer,
+            train,
+            inputs.metrics,
+            figures,
+            steps_may_change=self.backend.session.driver is not None and not has_own_size,
+        )
+
+    def _make_loaders(self, inputs: FitInputs) -> tuple[BatchPlan, Loader, Loader | None]:
+        """Return the plan of batches, and the loaders of training and validation data. A collective.
+
+        Raises:
+            OptionError, DataError: the data does not go with the options.
+        """
+        options, backend, seed = self.options, self.backend, self.options.train.seed
+        drawn = draw_batches(inputs.train_data, backend, seed)
+        plan = self._make_plan(inputs.train_data, drawn)
+        loading = Loading(
+            backend=backend,
+            train=options.train,
+            plan=plan,
+            shard=self.placement.shard,
+            collate=inputs.collate,
+            batch_transform=inputs.batch_transform,
+            renew_workers=self.has_callbacks,
+        )
+        train_loader, val_loader = loading.make_loader(inputs.train_data, drawn, shuffle=True), None
+        if inputs.val_data is not None:
+            drawn = draw_batches(inputs.val_data, backend, seed)
+            val_loader = loading.make_loader(inputs.val_data, drawn, shuffle=False)
+        of_batches = batch_mistakes(options, plan, inputs.train_data)
+        refuse([*of_batches, *data_mistakes(options, train_loader, val_loader)])
+        return plan, train_loader, val_loader
 
     def _make_observers(self, message: Message | None) -> Iterator[Observer]:
         """Yield the observers that the options, or a tool, ask for."""

@@ -93,14 +93,26 @@ def test_streams_that_shard_themselves_lose_no_sample(facts: list[dict[str, Any]
     """A stream that gives each worker or rank a part of its own lost the others' parts: 16 of 64 samples."""
     for workers in (0, 2, 4):
         for rank in facts:
-            if len(facts) > 1 and way in ("rank", "both"):
-                assert all(
-                    "Parts begins with another sample on each rank" in text for text in rank["undeclared"][way]
-                )
             assert not rank["sharding"][way, workers][2], "counts what all ranks have taken"
         for number in range(2):
             found = sorted(i for rank in facts for i in rank["sharding"][way, workers][number])
             assert found == list(range(24 * len(facts)))
+
+
+@pytest.mark.parametrize("head", [0, 1, 9])
+@pytest.mark.parametrize("way", ["rank", "both"])
+def test_ranks_that_read_other_samples_are_refused(facts: list[dict[str, Any]], way: str, head: int) -> None:
+    """Ranks whose parts began with equal samples lost those of the others in silence."""
+    for rank in facts:
+        errors = rank["undeclared"][way, head]
+        assert len(errors) == (2 if len(facts) > 1 else 0), "of the training and of the evaluation"
+        assert all("Parts gives each rank other samples" in text for text in errors)
+
+
+def test_loader_processes_that_read_other_samples_are_refused(facts: list[dict[str, Any]]) -> None:
+    for rank in facts:
+        assert len(rank["by process"]) == 2
+        assert all("PartsOfProcesses gives each loader process other" in text for text in rank["by process"])
 
 
 def test_a_collate_that_drops_is_counted_by_what_it_was_given(facts: list[dict[str, Any]]) -> None:

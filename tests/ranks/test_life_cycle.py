@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -396,7 +395,7 @@ def test_callback_ends_the_training_inside_an_epoch(backend: str, size: int, log
 def stop_early(backend: str, folder: str) -> tuple[int, Any]:
     """Train with the callback of docs/training.md and a rate of 0: undisturbed, and in parts."""
     (text,) = (block.text for block in documents.blocks("docs/training.md") if "EarlyStopping" in block.text)
-    names: dict[str, Any] = {"Callback": Callback, "math": math}
+    names: dict[str, Any] = {"Callback": Callback}
     exec(text, names)
     epochs = {}
     parts: list[tuple[str, dict[str, Any]]] = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +66,20 @@ WAYS = ("none", "worker", "rank", "both")
 
 
 class Parts(IterableDataset[Any]):
-    """A stream that gives each worker, each rank, or each worker of each rank a part of its own."""
+    """A stream that gives each worker, each rank, or each worker of each rank a part of its own.
 
-    def __init__(self, way: str, rank: int, size: int) -> None:
-        self.way, self.rank, self.size, self.count = way, rank, size, 24 * size
+    Args:
+        head: samples that all parts begin with.
+    """
+
+    def __init__(self, way: str, rank: int, size: int, head: int = 0) -> None:
+        self.way, self.rank, self.size, self.count, self.head = way, rank, size, 24 * size, head
 
     def __iter__(self) -> Iterator[tuple[Tensor, int]]:
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info and self.way in ("worker", "both") else (0, 1)
         rank, size = (self.rank, self.size) if self.way in ("rank", "both") else (0, 1)
+        yield from [(torch.zeros(1), 0)] * self.head
         for i in range(rank * workers + number, self.count, size * workers):
             yield torch.zeros(1), i
 
@@ -94,15 +100,29 @@ def sharding(backend: Backend, way: str, workers: int) -> tuple[list[int], list[
     return sum(taken(iter(batches)), []), sum(taken(mine.evaluation()), []), left
 
 
-def undeclared(backend: Backend, way: str) -> list[str]:
+class PartsOfProcesses(IterableDataset[Any]):
+    """A stream that begins alike everywhere, and then gives each process samples of its own."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        yield torch.zeros(1), 0
+        for _ in range(9 * BATCH):
+            yield torch.zeros(1), int(current_process().name.rpartition("-")[2])
+
+
+def errors_of(loader: Loader) -> list[str]:
+    """Return the errors of a training and of an evaluation."""
     found = []
-    mine = loader(backend, Parts(way, backend.world.rank, backend.world.size))
-    for batches in (mine.epoch(0), mine.evaluation()):
+    for batches, check in ((loader.epoch(0), lambda: None), (loader.evaluation(), loader.check_evaluation)):
         try:
             taken(batches)
+            check()
         except DataError as error:
             found.append(str(error))
     return found
+
+
+def undeclared(backend: Backend, way: str, head: int) -> list[str]:
+    return errors_of(loader(backend, Parts(way, backend.world.rank, backend.world.size, head)))
 
 
 def dropped(backend: Backend, data: Any) -> list[tuple[int, float, int]]:
@@ -150,7 +170,10 @@ def report(backend_name: str, folder: str) -> tuple[int, dict[str, Any]]:
             "sources": {case: streams(backend, Batches(case[0]), later) for case in STREAMS},
             "sized sources": {case: streams(backend, SizedBatches(case[0]), later) for case in STREAMS},
             "sharding": {(way, workers): sharding(backend, way, workers) for way in WAYS for workers in (0, 2, 4)},
-            "undeclared": {way: undeclared(backend, way) for way in ("rank", "both")},
+            "undeclared": {
+                (way, head): undeclared(backend, way, head) for way in ("rank", "both") for head in (0, 1, 9)
+            },
+            "by process": errors_of(loader(backend, PartsOfProcesses(), 2)),
             "dropped": {
                 "list": dropped(backend, [(torch.tensor([float(i)]), i) for i in range(24)]),
                 "stream": dropped(backend, Stream(24)),

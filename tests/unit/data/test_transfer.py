@@ -148,13 +148,12 @@ def test_stream_agreement_uses_no_accelerator() -> None:
     asked = []
 
     def all_reduce_numbers(values: list[float]) -> list[float]:
-        asked.append(values)
-        return [value + 1 for value in values]
+        *counts, fingerprint = values
+        asked.append(counts)
+        return [*(count + 1 for count in counts), 2 * fingerprint]
 
     mine = backend(torch.device("cpu"))
-    mine.collectives = SimpleNamespace(
-        all_reduce_numbers=all_reduce_numbers, all_gather_object=lambda value: [value, value]
-    )
+    mine.collectives = SimpleNamespace(all_reduce_numbers=all_reduce_numbers)
     mine.world = SimpleNamespace(rank=0, size=2)
     loader = make_loader(Stream(3), mine, LoaderPlan(2, num_workers=0, shard=DataShard(0, 2)))
     assert [(b[0].tolist(), mean_samples(b), samples_taken(b, 2)) for b in loader.epoch(0)] == [
