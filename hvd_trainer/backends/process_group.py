@@ -59,7 +59,7 @@ def start(session: Session, transport: str) -> dist.ProcessGroup | None:
     """
     uses_gloo = transport == "gloo"
     backend = "gloo" if uses_gloo else accelerator.process_group_backend(session.device)
-    device = None if uses_gloo else session.device
+    device = None if uses_gloo else _bound_device(session)
     timeout = timedelta(seconds=session.options.startup_timeout_s)
     is_joined = dist.is_initialized()
     fits = not is_joined or _fits(session.device, transport)
@@ -81,6 +81,15 @@ def start(session: Session, transport: str) -> dist.ProcessGroup | None:
     assert isinstance(group, dist.ProcessGroup)
     _groups.made.append(group)
     return group
+
+
+def _bound_device(session: Session) -> torch.device | None:
+    """Return the only device whose tensors a group of this rank exchanges.
+
+    None for a rank of several devices: bound to one, NCCL refuses tensors of the others. Else it connects each
+    device with its first exchange.
+    """
+    return session.device if len(session.devices) == 1 else None
 
 
 def _fits(device: torch.device, transport: str) -> bool:
@@ -114,7 +123,7 @@ def new_group(
     transport = transport or _groups.backend
     own: Any = None
     # A default group of Gloo has no device, and NCCL's would take that of LOCAL_RANK, or of the rank among all.
-    device = None if transport in (None, "gloo") else session.device
+    device = None if transport in (None, "gloo") else _bound_device(session)
     for ranks in groups:
         made = dist.new_group(list(ranks), backend=transport, device_id=device)
         if session.world.rank in ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -21,10 +22,19 @@ GROUP_TIMEOUT = timedelta(days=1)
 def register(library: Any) -> None:
     """Let torch.distributed, hvd_trainer and Horovod know the device."""
 
-    def create(store: Any, rank: int, size: int, timeout: timedelta = GROUP_TIMEOUT) -> Any:
-        return library.make_group(dist.ProcessGroupGloo(store, rank, size, GROUP_TIMEOUT), rank, size)
+    def create(asked: Any, _: Any) -> Any:
+        rank, size, numbers = asked.group_rank, asked.group_size, itertools.count()
 
-    dist.Backend.register_backend(BACKEND, create, devices=[NAME])
+        def connect() -> Any:
+            """Connect one more device; the ranks do so in the same order."""
+            store = dist.PrefixStore(f"device {next(numbers)}", asked.store)
+            return dist.ProcessGroupGloo(store, rank, size, GROUP_TIMEOUT)
+
+        group = library.make_group(connect, rank, size)
+        library.bind(group, asked.process_group.bound_device_id)
+        return group
+
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[NAME])
     accelerator.COLLECTIVES[NAME] = BACKEND
     accelerator.HOROVOD.add(NAME)
     imports.after("horovod.torch.mpi_ops", lambda ops: _connect_horovod(ops, library))

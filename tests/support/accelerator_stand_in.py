@@ -83,6 +83,12 @@ class StandIn:
         self.events.append(Event(len(self.events) + 1, self.calls))
         return self.events[-1]
 
+    def blocking_event(self, device: torch.device) -> Event:
+        return self._event()
+
+    def record(self, event: Event, device: torch.device) -> None:
+        event.record(self.current)
+
     def follow_default_stream(self, tensor: Tensor) -> None:
         self.calls.append(f"{self.current.name} follows")
 

@@ -90,6 +90,30 @@ def host_waits(engine: str, texts: Sequence[str]) -> tuple[int, None]:
     return rank(), None
 
 
+def rate_on_the_device(engine: str) -> tuple[int, None]:
+    """A rate that is a tensor is written to, as a captured optimizer reads it, and no step waits for it."""
+    import torch
+    from trainings import fit, options_of, signs
+
+    gpu, counts = torch.device(kind(), rank()), []
+    for steps in (10, 20):
+        waits: Counter[str] = Counter()
+        controls().on_host_wait(partial(count_wait, waits))
+        lr, model = torch.tensor(0.5, device=gpu), torch.nn.Linear(6, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=lr, capturable=True)
+        rates: list[Any] = []
+        optimizer.register_step_pre_hook(lambda *_, lr=lr, seen=rates: seen.append(lr.clone()))
+        options = options_of(engine, log_every=999, max_steps=steps, batch_size=8, epochs=2, warmup_epochs=1.0)
+        fit(options, model, signs(160 * int(os.environ.get("WORLD_SIZE", "1"))), optimizer=optimizer)
+        counts.append(waits)
+        warm = [0.5 * (step + 1) / 21 for step in range(steps)]
+        assert torch.allclose(torch.stack(rates).cpu(), torch.tensor(warm)), "not the rates of a warm-up"
+        assert optimizer.param_groups[0]["lr"] is lr, "the tensor has been replaced"
+        assert lr.item() == 0.5, "the user's rate has changed"
+    assert not (more := counts[1] - counts[0]), f"the host waits in each step: {dict(more)}"
+    return rank(), None
+
+
 def count_wait(waits: Counter[str], reason: str) -> None:
     """Count a wait by its place; not that of the thread in which the monitor asks what the device has done."""
     if threading.current_thread().name != "exchange":

@@ -47,18 +47,23 @@ START = f"--backend ddp --log-dir {FOLDER} --save-every-steps 2"
 RESUMED = (f"--backend ddp --log-dir {FOLDER} --max-steps 6 --resume auto", 1.1, START)
 RULES = {
     "batches are copied beside the steps": Rule(stream_checks.copies_overlap, 1),
+    "copies to the host are whole": Rule(stream_checks.moves_to_host_are_whole, 1),
     "a checkpoint is whole": Rule(stream_checks.copy_to_host_is_whole, 1),
     "random numbers are those of the device": Rule(device_checks.generators, 1, devices=2),
     "batches are whole": Rule(device_checks.same_bits, 1, WORKERS),
     "texts in chunks": Rule(device_checks.same_bits, 2, CHUNKS),
     "a model on two devices": Rule(device_checks.same_bits, 1, TWO_DEVICES, devices=2),
+    "ranks of two devices each": Rule(device_checks.same_bits, 2, TWO_DEVICES, devices=4),
     "hvd": Rule(stream_checks.hvd_in_any_order, 2, IN_ANY_ORDER),
+    "hvd: a rank that has joined": Rule(stream_checks.hvd_join, 2),
+    "hvd: tensors that travel together": Rule(stream_checks.hvd_fuses, 2, devices=4),
     "c10d": Rule(stream_checks.c10d_in_any_order, 2, IN_ANY_ORDER, engine="horovod"),
     **{
         f"host waits on {engine}: {name}": Rule(device_checks.host_waits, ranks, (engine, (way,)), engine=engine)
         for engine, ranks in (("single", 1), ("ddp", 2), ("horovod", 2))
         for name, way in NO_WAITS.items()
     },
+    "a learning rate on the device": Rule(device_checks.rate_on_the_device, 1, ("single",)),
     **{
         f"resume on {engine}": Rule(
             device_checks.resume, 2, (f"--backend {engine}", FOLDER, LATE_DEFAULT), engine=engine

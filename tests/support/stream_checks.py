@@ -13,16 +13,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 from device_checks import controls, kind, rank
 
 LIMIT_S = 20.0
 
 
-def place() -> Any:
-    """Return this rank's device."""
+def place(devices: int = 1) -> Any:
+    """Return this rank's device, the first of so many."""
     import torch
 
-    chosen = torch.device(kind(), rank() % torch.accelerator.device_count())
+    chosen = torch.device(kind(), rank() * devices % torch.accelerator.device_count())
     torch.accelerator.set_device_index(chosen.index)
     return chosen
 
@@ -61,6 +62,22 @@ def copy_to_host_is_whole() -> tuple[int, None]:
     for _ in range(20):
         values = values * 1
     assert copy_to_host({"values": values}).tensors["values"].tolist() == [1.0] * 1000
+    return 0, None
+
+
+def moves_to_host_are_whole() -> tuple[int, None]:
+    """What a model on a GPU and the CPU, or a metric, takes to the host has been computed and copied."""
+    import torch
+
+    from hvd_trainer.data.batch import to_device
+    from hvd_trainer.parallel.device_pipeline import move_to
+
+    controls().run_in_order("late default stream")
+    values, host = torch.ones(1000, device=place()), torch.device("cpu")
+    for _ in range(20):
+        values = values * 1
+    for moved in (move_to(values, host), to_device((values * 1,), host)[0]):
+        assert torch.equal(moved, torch.ones(1000)), f"not computed: {moved[:3].tolist()}"
     return 0, None
 
 
@@ -123,6 +140,62 @@ def hvd_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
     return rank(), None
 
 
+def hvd_join() -> tuple[int, None]:
+    """A rank that has joined without a device says what to type; with one, it makes its zeros there."""
+    import torch
+
+    import hvd_trainer.hvd as hvd
+
+    hvd.init()
+    gpu = place()
+    if hvd.rank() == 0:
+        hvd.join()
+    else:
+        time.sleep(0.5)  # rank 0 has joined, or joins meanwhile: either is told
+        with pytest.raises(hvd.HorovodInternalError, match=r"Type hvd\.join\(hvd\.local_rank\(\)\)"):
+            hvd.allreduce(torch.ones(4, device=gpu), name="too late")
+        hvd.join()
+    if hvd.rank() == hvd.size() - 1:
+        hvd.join(gpu.index)
+    else:
+        total = hvd.allreduce(torch.ones(4, device=gpu), name="in time", op=hvd.Sum)
+        assert total.tolist() == [hvd.size() - 1.0] * 4
+        hvd.join(gpu.index)
+    hvd.shutdown()
+    return rank(), None
+
+
+def hvd_fuses() -> tuple[int, None]:
+    """Tensors travel together only with those of their device, and after all of them are there."""
+    import torch
+
+    import hvd_trainer.hvd as hvd
+
+    hvd.init()
+    gpus = [torch.device(kind(), 2 * hvd.rank() + number) for number in range(2)]
+    place(2)
+    streams = [
+        (gpu, stream) for gpu in gpus for stream in (torch.accelerator.current_stream(gpu), torch.Stream(gpu))
+    ]
+    held = []
+    for gpu, stream in streams[1::2]:
+        with torch.accelerator.device_index(gpu.index), stream:
+            held.append(controls().hold(gpu.index))
+    handles = []
+    for number, (gpu, stream) in enumerate(3 * streams):
+        with torch.accelerator.device_index(gpu.index), stream:
+            values = torch.full((4,), float(number), device=gpu) * 1
+            handles.append(hvd.allreduce_async(values, name=f"part {number}", op=hvd.Sum))
+    for marker in held:
+        marker.reach()
+    for number, handle in enumerate(handles):
+        total = hvd.synchronize(handle)
+        assert total.device == gpus[number % 4 // 2]
+        assert total.tolist() == [float(number * hvd.size())] * 4, f"part {number}: {total.tolist()}"
+    hvd.shutdown()
+    return rank(), None
+
+
 def c10d_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
     """Horovod below torch.distributed: an operation runs on the stream of its call, and others wait for it."""
     import torch
@@ -148,6 +221,15 @@ def c10d_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
             work = dist.all_gather(rows, torch.full((3,), float(rank()), device=gpu), async_op=True)
         work.wait()
         assert [row.tolist() for row in rows] == [[float(it)] * 3 for it in range(size)]
+    # A barrier waits for what the device has been given before.
+    held, queued = controls().hold(gpu.index), torch.Event(gpu)
+    queued.record()
+    threading.Timer(0.5, held.reach).start()
+    dist.barrier()
+    assert queued.query(), "the barrier has not waited for the device"
+    for call in (dist.send, dist.recv):
+        with pytest.raises(ValueError, match=r"Exchange tensor\.cpu\(\)"):
+            call(torch.ones(1, device=gpu), (rank() + 1) % size)
     dist.destroy_process_group()
     return rank(), None
 

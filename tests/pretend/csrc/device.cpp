@@ -8,7 +8,8 @@
 
 namespace pretend {
 
-c10::intrusive_ptr<c10d::Backend> make_group(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size);
+using Connect = std::function<c10::intrusive_ptr<c10d::Backend>()>;
+c10::intrusive_ptr<c10d::Backend> make_group(Connect connect, int rank, int size);
 
 namespace {
 // One of the host that is said to be of the device. Each kernel takes its place in the sequence when it is queued, as
@@ -32,7 +33,7 @@ const at::Generator& default_generator(int device) {
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return num_devices() > 0; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex device) const override { return has_context(device); }
   c10::DeviceIndex deviceCount() const override { return num_devices(); }
   c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
@@ -65,9 +66,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace pretend;
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   module.def("device_count", &num_devices);
+  module.def("is_initialized", &is_initialized);
   module.def("generator", [](int device) { return default_generator(device); });
   module.def("late_writes", &num_late_writes);
-  module.def("make_group", &make_group);
+  module.def("make_group", [](py::function connect, int rank, int size) {
+    // Never freed: threads of PyTorch call it.
+    auto* kept = new py::function(std::move(connect));
+    return make_group([kept] {
+      py::gil_scoped_acquire gil;
+      return (*kept)().cast<c10::intrusive_ptr<c10d::Backend>>();
+    }, rank, size);
+  });
+  module.def("bind", [](c10d::Backend& group, std::optional<c10::Device> device) { group.setBoundDeviceId(device); });
 
   module.def("run_in_order", [](int default_delay_us, int other_delay_us, bool blocking) {
     order.default_delay_us = default_delay_us;

@@ -252,7 +252,8 @@ def test_process_group_uses_gloo_for_cpu_tensors(
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     session: Any = SimpleNamespace(
-        device=torch.device(device, None if device == "cpu" else 0),
+        device=(own := torch.device(device, None if device == "cpu" else 0)),
+        devices=[own],
         world=World(),
         store=dist.HashStore(),
         options=EngineOptions(),
