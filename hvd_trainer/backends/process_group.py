@@ -59,7 +59,7 @@ def start(session: Session, transport: str) -> dist.ProcessGroup | None:
     """
     uses_gloo = transport == "gloo"
     backend = "gloo" if uses_gloo else accelerator.process_group_backend(session.device)
-    device = None if uses_gloo else _bound_device(session)
+    device = None if uses_gloo else session.device
     timeout = timedelta(seconds=session.options.startup_timeout_s)
     is_joined = dist.is_initialized()
     fits = not is_joined or _fits(session.device, transport)
@@ -72,6 +72,7 @@ def start(session: Session, transport: str) -> dist.ProcessGroup | None:
             timeout=timeout,
             device_id=device,
         )
+        _lift_limit(dist.group.WORLD, device)
     _groups.is_started, _groups.is_joined, _groups.made = True, is_joined, []
     _groups.backend = None if fits else backend
     check_world(session.world, "torch.distributed", dist.get_rank(), dist.get_world_size())
@@ -79,17 +80,20 @@ def start(session: Session, transport: str) -> dist.ProcessGroup | None:
         return None
     group = dist.new_group(backend=backend, timeout=timeout, device_id=device)
     assert isinstance(group, dist.ProcessGroup)
+    _lift_limit(group, device)
     _groups.made.append(group)
     return group
 
 
-def _bound_device(session: Session) -> torch.device | None:
-    """Return the only device whose tensors a group of this rank exchanges.
+def _lift_limit(group: Any, device: torch.device | None) -> None:
+    """Let exchanges on a device take any time: a rank waits while others compute, the monitor finds a dead one.
 
-    None for a rank of several devices: bound to one, NCCL refuses tensors of the others. Else it connects each
-    device with its first exchange.
+    PyTorch's second class for NCCL ends them even with TORCH_NCCL_ASYNC_ERROR_HANDLING=0. The first one does not, and
+    has no `set_timeout`.
     """
-    return session.device if len(session.devices) == 1 else None
+    backend = None if device is None else group._get_backend(device)
+    if hasattr(backend, "set_timeout"):
+        backend.set_timeout(NO_TIMEOUT)
 
 
 def _fits(device: torch.device, transport: str) -> bool:
@@ -123,11 +127,12 @@ def new_group(
     transport = transport or _groups.backend
     own: Any = None
     # A default group of Gloo has no device, and NCCL's would take that of LOCAL_RANK, or of the rank among all.
-    device = None if transport in (None, "gloo") else _bound_device(session)
+    device = None if transport in (None, "gloo") else session.device
     for ranks in groups:
         made = dist.new_group(list(ranks), backend=transport, device_id=device)
         if session.world.rank in ranks:
             own = made
+            _lift_limit(made, device)
             _groups.made.append(made)
     assert isinstance(own, dist.ProcessGroup)
     return own

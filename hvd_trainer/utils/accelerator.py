@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -117,6 +117,33 @@ def record(event: Any, device: torch.device) -> None:
     event.record(torch.get_device_module(device).current_stream(device))
 
 
+class Point:
+    """A point in the current stream of a device, for which other streams can wait.
+
+    PyTorch sets the thread's device again after it has recorded, awaited or freed an event, and CUDA makes a
+    context there. In a thread that has chosen none, that is GPU 0: so each is done on the event's own device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with on_device(device):
+            self._event = torch.Event(device)
+            self._event.record(torch.accelerator.current_stream(device))
+
+    def is_reached(self) -> bool:
+        """Return whether the device has come to here."""
+        return bool(self._event.query())
+
+    def block(self) -> None:
+        """Let the current stream of the device wait for this point."""
+        with on_device(self._device):
+            torch.accelerator.current_stream(self._device).wait_event(self._event)
+
+    def __del__(self) -> None:
+        with on_device(self._device):
+            del self._event
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until a device has finished all work that was queued on it."""
     if not is_host(device):
@@ -140,6 +167,11 @@ def follow_default_stream(tensor: torch.Tensor) -> None:
     if current.stream_id != 0:
         current.wait_stream(torch.Stream(0, current.device_index, current.device_type))
         tensor.record_stream(current)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a device is this thread's current one; it makes no context of CUDA at its end."""
+    return torch.accelerator.device_index(device.index)
 
 
 @contextmanager

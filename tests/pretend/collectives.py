@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import os
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -23,16 +23,10 @@ def register(library: Any) -> None:
     """Let torch.distributed, hvd_trainer and Horovod know the device."""
 
     def create(asked: Any, _: Any) -> Any:
-        rank, size, numbers = asked.group_rank, asked.group_size, itertools.count()
-
-        def connect() -> Any:
-            """Connect one more device; the ranks do so in the same order."""
-            store = dist.PrefixStore(f"device {next(numbers)}", asked.store)
-            return dist.ProcessGroupGloo(store, rank, size, GROUP_TIMEOUT)
-
-        group = library.make_group(connect, rank, size)
-        library.bind(group, asked.process_group.bound_device_id)
-        return group
+        gloo = dist.ProcessGroupGloo(asked.store, asked.group_rank, asked.group_size, GROUP_TIMEOUT)
+        local = int(os.environ.get("LOCAL_RANK", asked.group_rank)) % library.device_count()
+        device = asked.process_group.bound_device_id or torch.device(NAME, local)
+        return library.make_group(gloo, asked.group_rank, asked.group_size, asked.timeout, device)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[NAME])
     accelerator.COLLECTIVES[NAME] = BACKEND

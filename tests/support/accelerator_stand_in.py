@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
 import torch
@@ -75,6 +75,9 @@ class StandIn:
 
     def set_current(self, device: torch.device) -> None:
         self.places.append((threading.current_thread().name, device))
+
+    def on_device(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def synchronize(self, device: torch.device) -> None:
         self.calls.append(f"synchronize {device}")

@@ -4,12 +4,14 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <pybind11/chrono.h>
+
 #include "device.h"
 
 namespace pretend {
 
-using Connect = std::function<c10::intrusive_ptr<c10d::Backend>()>;
-c10::intrusive_ptr<c10d::Backend> make_group(Connect connect, int rank, int size);
+c10::intrusive_ptr<c10d::Backend> make_group(
+    c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, std::chrono::milliseconds timeout, c10::Device device);
 
 namespace {
 // One of the host that is said to be of the device. Each kernel takes its place in the sequence when it is queued, as
@@ -69,16 +71,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("is_initialized", &is_initialized);
   module.def("generator", [](int device) { return default_generator(device); });
   module.def("late_writes", &num_late_writes);
-  module.def("make_group", [](py::function connect, int rank, int size) {
-    // Never freed: threads of PyTorch call it.
-    auto* kept = new py::function(std::move(connect));
-    return make_group([kept] {
-      py::gil_scoped_acquire gil;
-      return (*kept)().cast<c10::intrusive_ptr<c10d::Backend>>();
-    }, rank, size);
-  });
-  module.def("bind", [](c10d::Backend& group, std::optional<c10::Device> device) { group.setBoundDeviceId(device); });
-
+  module.def("make_group", &make_group);
   module.def("run_in_order", [](int default_delay_us, int other_delay_us, bool blocking) {
     order.default_delay_us = default_delay_us;
     order.other_delay_us = other_delay_us;

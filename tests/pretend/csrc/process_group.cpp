@@ -5,13 +5,13 @@
 //                            started: an event ^    ^ wait(): another event; the host waits for neither
 //
 // As with NCCL,
-// - a group has one stream on each device, in which its exchanges run one after the other, in the order of their calls;
-// - the first exchange of a device connects it with one device of each other rank;
+// - a group has one stream, in which its exchanges run one after the other, in the order of their calls;
 // - `wait` lets the caller's current stream wait, and not the host;
 // - an exchange's tensors are kept until `wait`, and no longer;
-// - a group that is bound to a device refuses tensors of another one;
 // - sends and receives between `_start_coalescing` and `_end_coalescing` run at the same time;
-// - an exchange with a rank that is gone never ends, until `abort`; what it leaves in its tensors means nothing.
+// - an exchange with a rank that is gone never ends, until `abort`; what it leaves in its tensors means nothing;
+// - `abort` returns some time after the device is free again;
+// - a group has one device, that of the rank's number on its host if none is named, and refuses tensors of others.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/StreamGuard.h>
@@ -30,18 +30,13 @@ using c10::intrusive_ptr;
 using c10d::Backend;
 using c10d::OpType;
 using Tensors = std::vector<Tensor>;
+constexpr std::chrono::milliseconds ABORT_TIME(500);
 
 // What Gloo does for one call: `start` in the group's stream, and `finish` when that is done.
 struct Exchange {
-  std::function<intrusive_ptr<c10d::Work>(Backend&)> start;
+  std::function<intrusive_ptr<c10d::Work>()> start;
   std::function<void()> finish = [] {};
   bool is_pairwise = false;
-};
-
-// What a group has on one device.
-struct Connection {
-  int64_t stream;
-  intrusive_ptr<Backend> gloo;
 };
 
 class Work final : public c10d::Work {
@@ -102,11 +97,11 @@ struct State {
     if (!aborted.is_reached()) work->wait();
   }
 
-  void run(const std::vector<Exchange>& exchanges, Backend& gloo) {
+  void run(const std::vector<Exchange>& exchanges) {
     if (aborted.is_reached()) return;
     try {
       std::vector<intrusive_ptr<c10d::Work>> works;
-      for (const auto& exchange : exchanges) works.push_back(exchange.start(gloo));
+      for (const auto& exchange : exchanges) works.push_back(exchange.start());
       for (size_t i = 0; i < works.size(); ++i) wait(works[i], exchanges[i].is_pairwise);
       for (const auto& exchange : exchanges) exchange.finish();
     } catch (const std::exception& error) {
@@ -130,16 +125,18 @@ Tensors joined(Tensors first, const Tensors& second) {
 
 class Group final : public Backend {
  public:
-  Group(std::function<intrusive_ptr<Backend>()> connect, int rank, int size)
-      : Backend(rank, size), connect_(std::move(connect)), unused_(connect_()), state_(std::make_shared<State>()) {}
+  Group(intrusive_ptr<Backend> gloo, int rank, int size, std::chrono::milliseconds timeout, c10::Device device)
+      : Backend(rank, size), gloo_(std::move(gloo)), state_(std::make_shared<State>()),
+        options_(c10::make_intrusive<Options>(getBackendName(), timeout)), device_(device) {}
 
   const std::string getBackendName() const override { return "pccl"; }
   bool supportsCoalescing() const override { return true; }
+  intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
   void abort() override {
+    intrusive_ptr<Backend>(gloo_).release();  // freed by a stream, Gloo would wait there for the rank that is gone
     state_->abort();
-    std::lock_guard<std::mutex> lock(mutex_);
-    // Freed by a stream, Gloo would wait there for the rank that is gone.
-    for (auto [device, connection] : connections_) connection.gloo.release();
+    std::this_thread::sleep_for(ABORT_TIME);
   }
 
   void startCoalescing() override { coalesces_ = true; }
@@ -194,9 +191,9 @@ class Group final : public Backend {
     // The sum is made elsewhere: the input keeps its values.
     auto sum = at::empty(sent.sizes(), sent.options());
     auto exchange = all_reduce({sum}, options.reduceOp);
-    exchange.start = [sum, sent, start = exchange.start](Backend& gloo) {
+    exchange.start = [sum, sent, start = exchange.start] {
       sum.copy_(sent);
-      return start(gloo);
+      return start();
     };
     exchange.finish = [=, finish = exchange.finish, rank = rank_, size = size_] {
       finish();
@@ -229,7 +226,7 @@ class Group final : public Backend {
   // Return the start of Gloo's own operation.
   template <typename Method, typename... Arguments>
   Exchange by_gloo(Method method, Arguments... arguments) {
-    return {[=](Backend& gloo) mutable { return (gloo.*method)(arguments...); }};
+    return {[=, gloo = gloo_]() mutable { return ((*gloo).*method)(arguments...); }};
   }
 
   Exchange gather_into(const Tensor& output, const Tensor& input) {
@@ -252,12 +249,9 @@ class Group final : public Backend {
 
   intrusive_ptr<c10d::Work> call(
       OpType type, const Tensors& tensors, const Tensors& results, Exchange exchange, bool is_pairwise = false) {
-    auto bound = getBoundDeviceId();
     for (const auto& tensor : tensors) {
       TORCH_CHECK(
-          !bound || tensor.device() == *bound, "Attempt to perform collective on tensor not on device passed to "
-          "init_process_group: got ", tensor.device(), ", and the group is bound to ", *bound);
-      TORCH_CHECK(is_on_device(tensor), "pccl exchanges tensors of the device, and got one on ", tensor.device());
+          tensor.device() == device_, "Tensor found on device ", tensor.device(), " but the group is bound to ", device_);
       TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "pccl exchanges contiguous tensors");
     }
     exchange.is_pairwise = is_pairwise;
@@ -270,50 +264,48 @@ class Group final : public Backend {
   intrusive_ptr<c10d::Work> launch(
       OpType type, std::vector<Exchange> exchanges, Tensors tensors, Tensors results) {
     raise_if_failed();
-    int device = tensors.empty() ? current_device() : tensors[0].device().index();
-    auto [stream, gloo] = connection_of(device);
-    auto& queue = queue_of(device, stream);
+    auto &queue = own_queue(), &current = current_queue(device_.index());
     // A result that is read in the caller's stream before `wait` is NaN, and not what may be there already.
     Tensors read, kept;
     if (type != OpType::BROADCAST)  // whose root may read its tensor meanwhile
       for (const auto& result : results) read.push_back(host_view(result));
     for (const auto& view : read) kept.push_back(at::empty(view.sizes(), view.options()));
-    current_queue(device).push([read, kept] {
+    current.push([read, kept] {
       for (size_t i = 0; i < read.size(); ++i) {
         kept[i].copy_(read[i]);
         poison(read[i]);
       }
     });
-    queue.wait(current_queue(device).mark());
-    queue.push([exchanges = std::move(exchanges), state = state_, gloo = gloo, read, kept] {
+    queue.wait(current.mark());
+    queue.push([exchanges = std::move(exchanges), state = state_, read, kept] {
       for (size_t i = 0; i < read.size(); ++i) read[i].copy_(kept[i]);
-      state->run(exchanges, *gloo);
+      state->run(exchanges);
     });
     auto end = queue.mark();
     if (order.blocking) wait_silently(end);
     return c10::make_intrusive<Work>(rank_, type, end, queue, std::move(tensors), std::move(results));
   }
 
-  Connection connection_of(int device) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto [place, is_new] = connections_.try_emplace(device);
-    if (is_new) place->second = {new_stream(device).id(), unused_ ? std::move(unused_) : connect_()};
-    return place->second;
+  Queue& own_queue() {
+    std::call_once(started_, [this] { stream_ = new_stream(device_.index()).id(); });
+    return queue_of(device_.index(), stream_);
   }
 
-  std::function<intrusive_ptr<Backend>()> connect_;
-  intrusive_ptr<Backend> unused_;
+  intrusive_ptr<Backend> gloo_;
   std::shared_ptr<State> state_;
-  std::mutex mutex_;
-  std::map<int, Connection> connections_;
+  intrusive_ptr<Options> options_;
+  c10::Device device_;
+  std::once_flag started_;
+  int64_t stream_ = 0;
   bool coalesces_ = false;
   std::vector<Exchange> coalesced_;
   Tensors coalesced_tensors_;
 };
 }  // namespace
 
-intrusive_ptr<Backend> make_group(std::function<intrusive_ptr<Backend>()> connect, int rank, int size) {
-  return c10::make_intrusive<Group>(std::move(connect), rank, size);
+intrusive_ptr<Backend> make_group(
+    intrusive_ptr<Backend> gloo, int rank, int size, std::chrono::milliseconds timeout, c10::Device device) {
+  return c10::make_intrusive<Group>(std::move(gloo), rank, size, timeout, device);
 }
 
 }  // namespace pretend

@@ -225,12 +225,20 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     host_waits_for_device(device < 0 ? device_now : device, "synchronize");
   }
 
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag flag) const override {
+  // As CUDA's, these set the thread's device again at the end, which makes a context on it.
+  void record(
+      void** event, const c10::Stream& stream, const c10::DeviceIndex device, const c10::EventFlag flag) const override {
+    TORCH_CHECK(
+        device == -1 || device == stream.device_index(), "Event of device ", device, " does not match the stream's, ",
+        stream.device_index());
+    make_context(device_now);
     if (!*event) *event = new Event{nullptr, flag == c10::EventFlag::BACKEND_DEFAULT};
     static_cast<Event*>(*event)->mark = queue_of(stream).mark();
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event) queue_of(stream).wait(mark_of(event));
+    if (!event) return;
+    make_context(device_now);
+    queue_of(stream).wait(mark_of(event));
   }
   bool queryEvent(void* event) const override {
     raise_if_failed();
@@ -240,7 +248,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) host_waits(mark_of(event), "event.synchronize");
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    if (!event) return;
     delete static_cast<Event*>(event);
+    try {
+      make_context(device_now);
+    } catch (const std::exception& error) {
+      fail(error);
+    }
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
     for (void* event : {from, to})
