@@ -88,10 +88,10 @@ def start(session: Session, transport: str) -> dist.ProcessGroup | None:
 def _lift_limit(group: Any, device: torch.device | None) -> None:
     """Let exchanges on a device take any time: a rank waits while others compute, the monitor finds a dead one.
 
-    PyTorch's second class for NCCL ends them even with TORCH_NCCL_ASYNC_ERROR_HANDLING=0. The first one does not, and
-    has no `set_timeout`.
+    PyTorch's second class for NCCL ends them even with TORCH_NCCL_ASYNC_ERROR_HANDLING=0. The first one does not,
+    and has no `set_timeout`.
     """
-    backend = None if device is None else group._get_backend(device)
+    backend: Any = None if device is None else group._get_backend(device)
     if hasattr(backend, "set_timeout"):
         backend.set_timeout(NO_TIMEOUT)
 
