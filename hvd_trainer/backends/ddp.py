@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -109,6 +109,13 @@ class DDPBackend(Backend):
                 f"--transport {self.transport} needs a GPU per rank, and {seen}. Leave it out, or use "
                 f"--transport gloo"
             )
+        several = len([device for device in self.session.devices if not accelerator.is_host(device)])
+        if self.uses_nccl and several > 1 and self.world.size > 1:
+            raise BackendError(
+                f"--devices-per-rank {several} is for one rank on {self.transport.upper()}, whose groups exchange "
+                f"tensors of one GPU, and there are {self.world.size} ranks. Type --transport gloo, or give each "
+                f"rank a GPU: --stages {several}"
+            )
         if self.transport != "gloo" and not dist.is_backend_available(self.transport):
             raise BackendError(f"This PyTorch was built without {self.transport.upper()}. Type: --transport gloo")
 
@@ -188,6 +195,14 @@ class DDPBackend(Backend):
         if callable(set_sync := getattr(model, "set_requires_gradient_sync", None)):
             set_sync(enabled)
         return context if enabled or not isinstance(model, DistributedDataParallel) else model.no_sync()
+
+    def group_of(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        if groups != self.replica_groups:
+            return super().group_of(groups)
+        # Another one takes memory of the device, and nothing would order the exchanges of the two.
+        whole: Any = dist.group.WORLD
+        group: dist.ProcessGroup = self.collectives.replicas or whole
+        return group
 
     def _finish_exchange(self, optimizer: Optimizer) -> None:
         if not self.options.find_unused_parameters:

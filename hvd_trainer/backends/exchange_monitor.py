@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import torch
 
+from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.threads import start_thread
 
 MAX_ANSWER_S = 0.2
@@ -25,13 +26,13 @@ class ExchangeMonitor:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._event = device, torch.Event(device)
+        self._device, self._event = device, accelerator.blocking_event(device)
         self._marks, self._awaited_mark = 0, 0
         self._reached = threading.Event()
 
     def mark(self) -> None:
         """Note that a step's exchange has been put into the queue."""
-        self._event.record(torch.accelerator.current_stream(self._device))
+        accelerator.record(self._event, self._device)
         self._marks += 1
 
     def is_exchanging(self) -> bool:

@@ -72,6 +72,7 @@ def start(session: Session, transport: str) -> dist.ProcessGroup | None:
             timeout=timeout,
             device_id=device,
         )
+        _lift_limit(dist.group.WORLD, device)
     _groups.is_started, _groups.is_joined, _groups.made = True, is_joined, []
     _groups.backend = None if fits else backend
     check_world(session.world, "torch.distributed", dist.get_rank(), dist.get_world_size())
@@ -79,8 +80,20 @@ def start(session: Session, transport: str) -> dist.ProcessGroup | None:
         return None
     group = dist.new_group(backend=backend, timeout=timeout, device_id=device)
     assert isinstance(group, dist.ProcessGroup)
+    _lift_limit(group, device)
     _groups.made.append(group)
     return group
+
+
+def _lift_limit(group: Any, device: torch.device | None) -> None:
+    """Let exchanges on a device take any time: a rank waits while others compute, the monitor finds a dead one.
+
+    PyTorch's second class for NCCL ends them even with TORCH_NCCL_ASYNC_ERROR_HANDLING=0. The first one does not,
+    and has no `set_timeout`.
+    """
+    backend: Any = None if device is None else group._get_backend(device)
+    if hasattr(backend, "set_timeout"):
+        backend.set_timeout(NO_TIMEOUT)
 
 
 def _fits(device: torch.device, transport: str) -> bool:
@@ -119,6 +132,7 @@ def new_group(
         made = dist.new_group(list(ranks), backend=transport, device_id=device)
         if session.world.rank in ranks:
             own = made
+            _lift_limit(made, device)
             _groups.made.append(made)
     assert isinstance(own, dist.ProcessGroup)
     return own

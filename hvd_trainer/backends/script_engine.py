@@ -24,7 +24,10 @@ class ScriptEngine(Engine):
     Attributes:
         watch: sees whether the script makes progress.
         has_trainer: whether the script trains by a `Trainer`, which has a session of its own.
+        pins_device: as in `Engine`; only for groups of NCCL of a script that has chosen no device.
     """
+
+    pins_device = False
 
     def __init__(self, options: EngineOptions, *, timeout_s: float | None) -> None:
         self.keeps_timeouts = timeout_s is None
@@ -74,14 +77,18 @@ class ScriptEngine(Engine):
         atexit.unregister(close)
         self._close_groups = close
 
-    def meet(self, *, uses_nccl: bool = False) -> Session:
+    def meet(self, *, uses_nccl: bool = False, has_device: bool = True) -> Session:
         """Return the session of the script's own engines; meet the other ranks if it is new. A collective then.
+
+        Args:
+            uses_nccl: as in `Engine`.
+            has_device: whether the script has chosen its GPU, or does so later.
 
         Raises:
             LaunchError: the ranks could not meet, or share a GPU that NCCL gives to one only.
         """
         if self._session is None:
-            self._uses_nccl = uses_nccl
+            self._uses_nccl, self.pins_device = uses_nccl, uses_nccl and not has_device
             session = Session(self._options)
             session.start(self)
             self._session = session

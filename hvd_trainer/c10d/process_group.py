@@ -253,8 +253,29 @@ class HorovodProcessGroup(dist.ProcessGroup):
             "all_to_all", _join(inputs), sent_sizes, _room(outputs), received_sizes, outputs, opts
         )
 
+    def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> dist.Work:
+        """Send a tensor on the CPU to a rank."""
+        _refuse_on_accelerator("send", tensors)
+        work: dist.Work = self._gloo.send(tensors, destination, tag)
+        return work
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
+        """Receive a tensor on the CPU from a rank."""
+        _refuse_on_accelerator("recv", tensors)
+        work: dist.Work = self._gloo.recv(tensors, source, tag)
+        return work
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
+        """Receive a tensor on the CPU from the first rank that sends one."""
+        _refuse_on_accelerator("recv", tensors)
+        work: dist.Work = self._gloo.recv_anysource(tensors, tag)
+        return work
+
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait for all ranks."""
+        """Wait for all ranks, and for what each has queued in the current stream of its device."""
+        device = accelerator.in_use()
+        if device is not None:
+            torch.accelerator.current_stream(device).synchronize()
         flag = torch.zeros(1, dtype=torch.int32)
         return self._start("barrier", [flag], [self._all_reduction(flag, RedOp.MAX)], opts, [])
 
@@ -505,6 +526,16 @@ def _gloo(
     variables = {"TORCH_GLOO_LAZY_INIT": "1", **({"GLOO_SOCKET_IFNAME": interface} if interface else {})}
     with set_variables(variables):
         return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def _refuse_on_accelerator(call: str, tensors: Sequence[Tensor]) -> None:
+    """Raise ValueError for tensors on an accelerator, whose memory Gloo would read as the host's."""
+    for tensor in tensors:
+        if not accelerator.is_host(tensor.device):
+            raise ValueError(
+                f"{call} of a tensor on {tensor.device}: Horovod has no {call}, and Gloo takes tensors on the "
+                f"CPU. Exchange tensor.cpu(), or start with --backend ddp"
+            )
 
 
 def _op(opts: Any) -> Any:

@@ -131,7 +131,7 @@ class HorovodWork(dist._Work):
         self._is_future_done = False
         # All that is done with the tensors is queued there, whichever thread does it.
         self._stream = None if accelerator.is_host(device) else torch.accelerator.current_stream(device)
-        self._finished: Any = None
+        self._finished: accelerator.Point | None = None
         queue.add(self)
 
     def start(self) -> None:
@@ -176,8 +176,7 @@ class HorovodWork(dist._Work):
         assert self._finish is not None
         self._finish(self._received)
         if self._stream is not None:
-            self._finished = torch.Event(self._stream.device)
-            self._finished.record(self._stream)
+            self._finished = accelerator.Point(self._stream.device)
         self._end()
 
     def _fail(self, error: Exception) -> None:
@@ -264,7 +263,7 @@ class HorovodWork(dist._Work):
 
     def is_completed(self) -> bool:
         """Return whether the operation is done, on its device, too."""
-        return self.advance() and (self._finished is None or bool(self._finished.query()))
+        return self.advance() and (self._finished is None or self._finished.is_reached())
 
     def is_success(self) -> bool:
         """Return whether the operation is done, and did not fail."""
@@ -280,8 +279,8 @@ class HorovodWork(dist._Work):
 
     def synchronize(self) -> None:
         """Let the current stream wait for the results of an operation that is done; nothing on the CPU."""
-        if self._finished is not None and self._stream is not None:
-            torch.accelerator.current_stream(self._stream.device).wait_event(self._finished)
+        if self._finished is not None:
+            self._finished.block()
 
 
 class Completer:

@@ -92,10 +92,11 @@ def _read(file: Path, offset: int, target: Tensor) -> None:
     with open_regular(file) as opened:
         opened.seek(offset)
         for piece in target.split(PIECE_BYTES):
-            on_host = piece if accelerator.is_host(piece.device) else torch.empty_like(piece, device="cpu")
+            is_here = accelerator.is_host(piece.device)
+            on_host = piece if is_here else accelerator.pinned(piece.shape, piece.dtype)
             if opened.readinto(on_host.numpy().data) != len(piece):
                 raise CheckpointError(f"{file} is shorter than it was a moment ago")
-            if on_host is not piece:
+            if not is_here:
                 piece.copy_(on_host)
 
 

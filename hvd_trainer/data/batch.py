@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hvd_trainer.errors import DataError
+from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.tensors import tensors_in
 
 Batch = tuple[Any, Any]
@@ -59,7 +60,7 @@ def as_pair(batch: Any) -> Batch:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move every tensor in nested tuples, lists and mappings to a device; lists become tuples."""
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return accelerator.copy_to(batch, device)
     if isinstance(batch, Mapping):
         return _with_values(batch, {key: to_device(value, device) for key, value in batch.items()})
     if isinstance(batch, list | tuple):

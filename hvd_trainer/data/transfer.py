@@ -7,7 +7,7 @@ compute stream             | step 1            | step 2            | step 3
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -40,7 +40,7 @@ class Transfer:
             for batch in batches:
                 yield to_device(batch, self._device)
             return
-        started: tuple[T, Any] | None = None
+        started: tuple[T, accelerator.Point] | None = None
         for batch in batches:
             following = self._start(batch, self._stream)
             if started is not None:
@@ -49,18 +49,16 @@ class Transfer:
         if started is not None:
             yield self._finish(*started)
 
-    def _start(self, batch: T, stream: torch.Stream) -> tuple[T, Any]:
-        """Start to copy a batch on a stream; return the copy and the event of its arrival."""
+    def _start(self, batch: T, stream: torch.Stream) -> tuple[T, accelerator.Point]:
+        """Start to copy a batch on a stream; return the copy and the point of its arrival."""
         with accelerator.on_stream(stream):
             moved = to_device(batch, self._device)
-        arrival = torch.Event(self._device)
-        arrival.record(stream)
-        return moved, arrival
+            return moved, accelerator.Point(self._device)
 
-    def _finish(self, moved: T, arrival: Any) -> T:
+    def _finish(self, moved: T, arrival: accelerator.Point) -> T:
         """Make the computations that follow wait for a batch, and keep its memory until they are done with it."""
+        arrival.block()
         current = torch.accelerator.current_stream(self._device)
-        current.wait_event(arrival)
         for tensor in tensors_in(moved):
             tensor.record_stream(current)
         return moved

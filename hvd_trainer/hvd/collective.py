@@ -33,7 +33,7 @@ class Operation:
     def is_done(self) -> bool:
         """Return whether `result` would return at once."""
         request = self.request
-        return request.is_done and (request.finished is None or bool(request.finished.query()))
+        return request.is_done and (request.finished is None or request.finished.is_reached())
 
     def outputs(self) -> tuple[Tensor, ...]:
         """Wait, and return all outputs; on a GPU, let the current stream wait.
@@ -46,8 +46,8 @@ class Operation:
         if request.error is not None:
             raise request.error
         if request.finished is not None:
+            request.finished.block()
             stream = torch.accelerator.current_stream(request.tensors[0].device)
-            stream.wait_event(request.finished)
             for tensor in (*request.outputs, *request.tensors):
                 tensor.record_stream(stream)
         if request.signature.kind == Kind.ALLTOALL:
@@ -133,8 +133,7 @@ class Collective:
         number = self._number if self._is_named else controller.next_number(self._signature.kind)
         request = Request(self._signature, number=number, tensors=self.tensors, in_place=in_place)
         if self.tensors and not accelerator.is_host(self.tensors[0].device):
-            request.ready = torch.Event(self.tensors[0].device)
-            request.ready.record(torch.accelerator.current_stream(self.tensors[0].device))
+            request.ready = accelerator.Point(self.tensors[0].device)
         controller.submit(request, will_wait=will_wait, waits_soon=waits_soon)
         return Operation(request, controller, self._splits_on)
 

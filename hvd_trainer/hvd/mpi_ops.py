@@ -541,7 +541,8 @@ def join(device: int = -1) -> int:
     """Take part in the other ranks' allreduces with zeros until all ranks have joined: for uneven data.
 
     Args:
-        device: number of the GPU for the zeros; -1: the CPU.
+        device: number of the GPU for the zeros; -1: none, and allreduces of tensors on GPUs raise an error in the
+            other ranks.
 
     Returns:
         The rank that joined last.

@@ -243,7 +243,8 @@ class ScriptEvents:
             return
         if not self._parameters:
             self._start(optimizer)
-        rate = float(optimizer.param_groups[0]["lr"])
+        rate = optimizer.param_groups[0]["lr"]
+        rate = rate.detach().clone() if isinstance(rate, Tensor) else float(rate)
         overflow = getattr(optimizer, "found_inf", None)  # a GradScaler leaves it to a fused optimizer to skip
         skipped = overflow.detach() > 0 if isinstance(overflow, Tensor) else False
         step = Step(self._samples, rate, tuple(self._losses), skipped)

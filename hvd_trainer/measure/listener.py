@@ -20,8 +20,8 @@ class Step:
 
     samples: int
     """that were trained on in it"""
-    lr: float
-    """its learning rate"""
+    lr: float | Tensor
+    """its learning rate; a tensor if the optimizer's is one"""
     losses: Sequence[Tensor] = ()
     """of its passes, on any device; no step waits for them"""
     skipped: Tensor | bool = False

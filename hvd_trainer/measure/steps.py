@@ -111,5 +111,5 @@ class StepRecorder(Listener):
         self._seconds.append(self._phases.take_seconds())
         for step in self._pending:
             loss = fmean(map(float, step.losses)) if step.losses else math.nan
-            self._rows.append((step.samples, step.lr, loss, bool(step.skipped)))
+            self._rows.append((step.samples, float(step.lr), loss, bool(step.skipped)))
         self._pending.clear()

@@ -116,7 +116,7 @@ class Trace(Listener):
             "counts": [len(batch) for batch in self._used],
             "losses": [float(loss) for loss in step.losses],
             "weights": [float(weight) for weight in step.weights],
-            "lr": self._rates or [step.lr],
+            "lr": self._rates or [float(step.lr)],
             "grad_norm": None if norm is None else float(norm),
             "skipped": bool(step.skipped),
         }

@@ -122,7 +122,7 @@ class TrainerEvents(Observer):
     def on_step_end(self, run: RunView, result: StepResult) -> None:
         step = Step(
             samples=run.progress.samples - self._samples,
-            lr=run.rate.last,
+            lr=run.rate.last_unread,
             losses=result.losses,
             skipped=result.skipped,
             weights=result.weights,

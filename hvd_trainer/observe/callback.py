@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_trainer.backends import Backend, StepResult
@@ -24,7 +24,11 @@ class LearningRate(Protocol):
 
     @property
     def last(self) -> float:
-        """The rate of the last step."""
+        """The rate of the last step; where that is a tensor on a device, this waits for it."""
+
+    @property
+    def last_unread(self) -> float | Tensor:
+        """The rate of the last step as a number, or as the tensor that it is."""
 
     @property
     def full(self) -> float:

@@ -25,6 +25,7 @@ from hvd_trainer.observe.metric_objects import (
     merge_state,
     reset,
 )
+from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.files import UNREADABLE
 
 MetricFunction = Callable[[Any, Any], Tensor]
@@ -88,7 +89,7 @@ class Meter:
                     value = metric(outputs, targets)
                     row.are_means.append(value.dim() == 0)
                     # A metric may have computed on the host.
-                    row.sums.append(_sum(name, value, samples, weight).to(loss.device, non_blocking=True))
+                    row.sums.append(accelerator.copy_to(_sum(name, value, samples, weight), loss.device))
                 for gatherer in self._objects.values():
                     gatherer.update(outputs, targets)
         self._unread.append(row)

@@ -48,6 +48,7 @@ class Progress:
 
     def __post_init__(self) -> None:
         self._unread: Tensor | None = None
+        self.unread_lr: Tensor | None = None
 
     @property
     def evaluation(self) -> dict[str, float]:
@@ -69,8 +70,21 @@ class Progress:
             self.skipped_steps += int(read(self._unread))
             self._unread = None
 
+    def note_lr(self, lr: float | Tensor) -> None:
+        """Keep the effective learning rate of a step; a tensor is read by `read_lr`."""
+        if isinstance(lr, Tensor):
+            self.unread_lr = lr.detach().clone()  # the optimizer's own changes
+        else:
+            self.lr, self.unread_lr = float(lr), None
+
+    def read_lr(self) -> None:
+        """Bring `lr` up to date: waits for the device if the rate is a tensor there."""
+        if self.unread_lr is not None:
+            self.lr, self.unread_lr = float(self.unread_lr), None
+
     def state_dict(self) -> dict[str, Any]:
         self.read_skipped()
+        self.read_lr()
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -92,6 +106,7 @@ class Progress:
         for name, value in counts.items():
             setattr(self, name, value)
         self.figures, self.lr, self.stopped = dict(figures), lr, stopped
+        self.unread_lr = None
 
 
 class Bar:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hvd_trainer.config.options import Decay
@@ -58,13 +59,23 @@ class StepRate:
         self._warmup_epochs = warmup_epochs
         self._step_epochs = step_epochs
         self._decay = decay
-        self._before: list[Any] = []
+        self._changed: list[tuple[Any, Any]] = []
+        """groups, or rates that are tensors, each with the rate to be restored"""
 
     @property
     def last(self) -> float:
-        """The effective rate of the last step, or of the first if there was none; of the first group."""
+        """The effective rate of the last step, or of the first if there was none; of the first group.
+
+        Waits for the device if the rate is a tensor there.
+        """
+        self._progress.read_lr()
         last = self._progress.lr
         return self.full * self._fraction(0.0) if last is None else last
+
+    @property
+    def last_unread(self) -> float | Tensor:
+        """The effective rate of the last step; a tensor if the optimizer's is one."""
+        return self.last if self._progress.unread_lr is None else self._progress.unread_lr
 
     @property
     def full(self) -> float:
@@ -74,22 +85,35 @@ class StepRate:
     def apply(self, epochs: float) -> StepRate:
         """Set the optimizer's rates to the effective ones of the next step, until the end of the `with` block.
 
+        A rate that is a tensor is changed in place, which a captured optimizer sees, too.
+
         Args:
             epochs: done before this step, with the fraction of the running one.
         """
         groups, fraction = self._optimizer.param_groups, self._fraction(epochs)
-        self._before = [group["lr"] for group in groups]
-        self._progress.lr = self.full * fraction
-        for group, lr in zip(groups, self._before, strict=True):
-            group["lr"] = lr * self._factor * fraction
+        self._changed.clear()
+        for group in groups:
+            lr = group["lr"]
+            if isinstance(lr, Tensor):
+                # Groups may share one.
+                if all(tensor is not lr for tensor, _ in self._changed):
+                    self._changed.append((lr, lr.detach().clone()))
+                    lr.copy_(lr * self._factor * fraction)
+            else:
+                self._changed.append((group, lr))
+                group["lr"] = lr * self._factor * fraction
+        self._progress.note_lr(groups[0]["lr"])
         return self
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *_: object) -> None:
-        for group, lr in zip(self._optimizer.param_groups, self._before, strict=True):
-            group["lr"] = lr
+        for target, lr in self._changed:
+            if isinstance(target, Tensor):
+                target.copy_(lr)
+            else:
+                target["lr"] = lr
 
     def _fraction(self, epochs: float) -> float:
         warmup = 1.0

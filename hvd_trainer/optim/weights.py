@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hvd_trainer.data import Batch
 from hvd_trainer.errors import OptionError
+from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.tensors import tensors_in
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -48,7 +49,7 @@ def weight_of(function: WeightFunction, batch: Batch, device: torch.device) -> T
     """
     value = function(batch)
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.detach().reshape(()).to(device, torch.float64, non_blocking=True)
+        return accelerator.copy_to(value.detach().reshape(()), device, torch.float64)
     if isinstance(value, numbers.Real):
         return torch.full((), float(value), dtype=torch.float64, device=device)
     seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from hvd_trainer.parallel.microbatch import MicroBatch, MicroBatchLoss
 from hvd_trainer.parallel.stage_module import MicroBatchRNG, StageModule
+from hvd_trainer.utils import accelerator
 
 
 def clock_cycles(parts: int, chunks: int) -> Iterator[list[tuple[int, int]]]:
@@ -58,5 +59,5 @@ class DevicePipeline:
 
 
 def move_to(value: object, device: torch.device) -> object:
-    """Start to copy a value to a device; return it unchanged if it is there."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
+    """Copy a value to a device, as `copy_to` does; return it unchanged if it is there."""
+    return tree_map_only(Tensor, lambda tensor: accelerator.copy_to(tensor, device), value)

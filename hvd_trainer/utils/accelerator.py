@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -85,10 +86,18 @@ def set_current(device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
 
 
+def is_initialized() -> bool:
+    """Return whether this process has chosen a device, or used one."""
+    current = torch.accelerator.current_accelerator()
+    if current is None or current.type not in COLLECTIVES:
+        return False
+    return bool(torch.get_device_module(current).is_initialized())
+
+
 def in_use() -> torch.device | None:
     """Return a device on which this process has a context: this thread's current one, if it is one; else None."""
     current = torch.accelerator.current_accelerator()
-    if current is None or current.type not in COLLECTIVES or not torch.get_device_module(current).is_initialized():
+    if current is None or not is_initialized():
         return None  # before anything counts the devices, which takes a while
     own = torch.accelerator.current_device_index()
     has_context: Callable[[int], bool] = torch._C._cuda_hasPrimaryContext if current.type == "cuda" else own.__eq__
@@ -96,10 +105,57 @@ def in_use() -> torch.device | None:
     return next((torch.device(current.type, number) for number in numbers if has_context(number)), None)
 
 
+def blocking_event(device: torch.device) -> Any:
+    """Return an event of a device, for which a thread waits asleep where the device knows how to wake it."""
+    if device.type == "cuda":
+        return torch.cuda.Event(blocking=True)
+    return torch.Event(device)
+
+
+def record(event: Any, device: torch.device) -> None:
+    """Let an event be reached when the current stream of its device comes to here."""
+    event.record(torch.get_device_module(device).current_stream(device))
+
+
+class Point:
+    """A point in the current stream of a device, for which other streams can wait.
+
+    PyTorch sets the thread's device again after it has recorded, awaited or freed an event, and CUDA makes a
+    context there. In a thread that has chosen none, that is GPU 0: so each is done on the event's own device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with on_device(device):
+            self._event = torch.Event(device)
+            self._event.record(torch.accelerator.current_stream(device))
+
+    def is_reached(self) -> bool:
+        """Return whether the device has come to here."""
+        return bool(self._event.query())
+
+    def block(self) -> None:
+        """Let the current stream of the device wait for this point."""
+        with on_device(self._device):
+            torch.accelerator.current_stream(self._device).wait_event(self._event)
+
+    def __del__(self) -> None:
+        with on_device(self._device):
+            del self._event
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until a device has finished all work that was queued on it."""
     if not is_host(device):
         torch.accelerator.synchronize(device)
+
+
+def copy_to(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Copy a tensor to a device, unless it is there: on an accelerator later, and on the host before this returns.
+
+    A copy to the host that nobody waits for would be read before it has arrived.
+    """
+    return tensor.to(device, dtype, non_blocking=not is_host(device))
 
 
 # Streams.
@@ -111,6 +167,11 @@ def follow_default_stream(tensor: torch.Tensor) -> None:
     if current.stream_id != 0:
         current.wait_stream(torch.Stream(0, current.device_index, current.device_type))
         tensor.record_stream(current)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a device is this thread's current one; it makes no context of CUDA at its end."""
+    return torch.accelerator.device_index(device.index)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.tensors import as_bytes
 
 PIECE_BYTES = 2**25
@@ -43,11 +44,20 @@ def move_in_pieces(tensors: Sequence[Tensor], move: Callable[[Tensor], object], 
         receives: whether it fills them.
     """
     for parts in _pieces(tensors):
-        piece = parts[0].cpu() if len(parts) == 1 else torch.cat([part.cpu() for part in parts])
+        sizes, are_here = [len(part) for part in parts], all(accelerator.is_host(part.device) for part in parts)
+        if are_here and len(parts) == 1:
+            move(parts[0])
+            continue
+        shape, dtype = (sum(sizes),), torch.uint8
+        piece = torch.empty(shape, dtype=dtype) if are_here else accelerator.pinned(shape, dtype)
+        pairs = [*zip(piece.split(sizes), parts, strict=True)]
+        if not receives:
+            for place, part in pairs:
+                place.copy_(part)
         move(piece)
-        if receives and piece is not parts[0]:
-            for part, received in zip(parts, piece.split([len(part) for part in parts]), strict=True):
-                part.copy_(received)
+        if receives:
+            for place, part in pairs:
+                part.copy_(place)
 
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

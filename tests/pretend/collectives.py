@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -21,10 +22,13 @@ GROUP_TIMEOUT = timedelta(days=1)
 def register(library: Any) -> None:
     """Let torch.distributed, hvd_trainer and Horovod know the device."""
 
-    def create(store: Any, rank: int, size: int, timeout: timedelta = GROUP_TIMEOUT) -> Any:
-        return library.make_group(dist.ProcessGroupGloo(store, rank, size, GROUP_TIMEOUT), rank, size)
+    def create(asked: Any, _: Any) -> Any:
+        gloo = dist.ProcessGroupGloo(asked.store, asked.group_rank, asked.group_size, GROUP_TIMEOUT)
+        local = int(os.environ.get("LOCAL_RANK", asked.group_rank)) % library.device_count()
+        device = asked.process_group.bound_device_id or torch.device(NAME, local)
+        return library.make_group(gloo, asked.group_rank, asked.group_size, asked.timeout, device)
 
-    dist.Backend.register_backend(BACKEND, create, devices=[NAME])
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[NAME])
     accelerator.COLLECTIVES[NAME] = BACKEND
     accelerator.HOROVOD.add(NAME)
     imports.after("horovod.torch.mpi_ops", lambda ops: _connect_horovod(ops, library))

@@ -117,7 +117,7 @@ def _module(lib: Any) -> ModuleType:
     module: Any = ModuleType(f"torch.{NAME}")
     vars(module).update(
         is_available=lambda: True,
-        is_initialized=lambda: True,
+        is_initialized=lib.is_initialized,
         init=lambda: None,
         _lazy_init=lambda: None,
         _is_in_bad_fork=lambda: False,

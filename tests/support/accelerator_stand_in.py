@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
 import torch
@@ -76,12 +76,21 @@ class StandIn:
     def set_current(self, device: torch.device) -> None:
         self.places.append((threading.current_thread().name, device))
 
+    def on_device(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def synchronize(self, device: torch.device) -> None:
         self.calls.append(f"synchronize {device}")
 
     def _event(self) -> Event:
         self.events.append(Event(len(self.events) + 1, self.calls))
         return self.events[-1]
+
+    def blocking_event(self, device: torch.device) -> Event:
+        return self._event()
+
+    def record(self, event: Event, device: torch.device) -> None:
+        event.record(self.current)
 
     def follow_default_stream(self, tensor: Tensor) -> None:
         self.calls.append(f"{self.current.name} follows")

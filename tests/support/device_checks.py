@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from ways_to_train import TEXTS
 
 SMALL = "--layers 6 --d-model 64 --d-hid 256"
@@ -26,8 +27,6 @@ parameters. A test of thousands of samples would gather shards hundreds of times
 
 def kind() -> str:
     """Return the type of the device, such as `cuda`."""
-    import torch
-
     device = torch.accelerator.current_accelerator()
     assert device is not None, "no device to check"
     return device.type
@@ -90,6 +89,100 @@ def host_waits(engine: str, texts: Sequence[str]) -> tuple[int, None]:
     return rank(), None
 
 
+def sent_from_host(*args: Any) -> tuple[int, dict[str, str]]:
+    """Do as `same_bits` with data that are too large for the device."""
+    from hvd_trainer.data.loader import TensorLoader
+
+    TensorLoader.MAX_FRACTION_OF_FREE_GPU = 0.0
+    return same_bits(*args)
+
+
+def samples_and_rate(engine: str) -> tuple[int, None]:
+    """No step waits for a batch that is made of samples, nor for a rate that is a tensor.
+
+    The rate is written to, as a captured optimizer reads it.
+    """
+    from trainings import fit, options_of
+
+    samples = [(sample, number % 2) for number, sample in enumerate(torch.rand(160, 4096))]
+    gpu, counts = torch.device(kind(), rank()), []
+    for steps in (10, 20):
+        waits: Counter[str] = Counter()
+        controls().on_host_wait(partial(count_wait, waits))
+        lr, model = torch.tensor(0.5, device=gpu), torch.nn.Linear(4096, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=lr, capturable=True)
+        rates: list[Any] = []
+        optimizer.register_step_pre_hook(lambda *_, lr=lr, seen=rates: seen.append(lr.clone()))
+        options = options_of(
+            engine, log_every=999, max_steps=steps, batch_size=8, epochs=2, warmup_epochs=1.0, workers=0
+        )
+        fit(options, model, samples, optimizer=optimizer)
+        counts.append(waits)
+        warm = [0.5 * (step + 1) / 21 for step in range(steps)]
+        assert torch.allclose(torch.stack(rates).cpu(), torch.tensor(warm)), "not the rates of a warm-up"
+        assert optimizer.param_groups[0]["lr"] is lr, "the tensor has been replaced"
+        assert lr.item() == 0.5, "the user's rate has changed"
+    assert not (more := counts[1] - counts[0]), f"the host waits in each step: {dict(more)}"
+    return rank(), None
+
+
+class Noting(torch.nn.Linear):
+    """Notes in which type its products come out."""
+
+    def __init__(self, types: set[Any]) -> None:
+        super().__init__(6, 6)
+        self.types = types
+
+    def forward(self, inputs: Any) -> Any:
+        product = super().forward(inputs)
+        self.types.add(product.dtype)
+        return product
+
+
+def precisions(engine: str) -> tuple[int, None]:
+    """Products are computed in the type that is asked for; of fp16 the norm is clipped as of fp32."""
+    from trainings import fit, options_of, signs
+
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        for way in ({}, {"chunks": 2}):
+            types: set[Any] = set()
+            model = torch.nn.Sequential(Noting(types), torch.nn.Linear(6, 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            norms: list[Any] = []  # a step in which fp16 overflows updates nothing
+            optimizer.register_step_pre_hook(lambda it, *_, seen=norms: seen.append(norm_of_gradient(it)))
+            options = options_of(engine, precision=precision, max_steps=5, max_norm=0.01, batch_size=8, **way)
+            fit(options, model, signs(64), signs(64), optimizer=optimizer)
+            assert types == {dtype}, f"{precision} {way}: products of {types}"
+            assert norms, f"{precision} {way}: no step was made"
+            assert all(abs(float(norm) - 0.01) < 1e-3 for norm in norms), f"{precision} {way}: clipped to {norms}"
+    return rank(), None
+
+
+def norm_of_gradient(optimizer: Any) -> Any:
+    """Return the norm of what an optimizer is about to subtract."""
+    return torch.nn.utils.get_total_norm([p.grad for group in optimizer.param_groups for p in group["params"]])
+
+
+class Overflowing(torch.nn.Linear):
+    """Has a gradient that is too large for any type, and passes on one that is not."""
+
+    def forward(self, inputs: Any) -> Any:
+        return super().forward(inputs) + (self.bias - self.bias.detach()).float()[0] * 1e30 * 1e30
+
+
+def overflow_of_one_stage(engine: str) -> tuple[int, None]:
+    """If gradients overflow on one stage, all stages skip the step."""
+    from trainings import fit, options_of, signs
+
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6), Overflowing(6, 2))
+    optimizer, steps = torch.optim.SGD(model.parameters(), lr=1.0), []
+    optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    options = options_of(engine, precision="fp16", max_steps=8, batch_size=8, stages=2, balance="2,1")
+    fit(options, model, signs(64), optimizer=optimizer)
+    assert not steps, "this stage has updated its parameters"
+    return rank(), None
+
+
 def count_wait(waits: Counter[str], reason: str) -> None:
     """Count a wait by its place; not that of the thread in which the monitor asks what the device has done."""
     if threading.current_thread().name != "exchange":
@@ -123,8 +216,8 @@ def resume(text: str, folder: str, order: str) -> tuple[int, None]:
 
 def generators() -> tuple[int, None]:
     """Seeds and states are those of the rank's own device, and of no other."""
-    import torch
 
+    from hvd_trainer.parallel.stage_module import MicroBatchRNG, StageModule
     from hvd_trainer.utils import rng
 
     first, own = torch.device(kind(), 0), torch.device(kind(), 1)
@@ -139,13 +232,17 @@ def generators() -> tuple[int, None]:
     assert torch.rand(4, device=own).tolist() == drawn != before
     rng.seed_all(7, own)
     assert torch.rand(4, device=own).tolist() == before
+    # Those of a block depend on the micro-batch alone, whatever was drawn before.
+    stage = StageModule([(0, torch.nn.Dropout(0.5))], device=own)
+    stage.rng_of = partial(MicroBatchRNG, 1, 2, 3, 4)
+    ones = torch.ones(100, device=own)
+    assert torch.equal(stage(ones), stage(ones)), "a block's dropout is another one the second time"
     assert torch.equal(generator.get_state(), state_of_first)
     return 0, None
 
 
 def peak(text: str, limit: float, over: str) -> tuple[int, float]:
     """The peak of memory is at most so many times that of another way to train; return it, in MB."""
-    import torch
 
     device = torch.device(kind(), rank() % torch.accelerator.device_count())
     size, peaks = SMALL if kind() == "pretend" else LARGE, []

@@ -40,25 +40,42 @@ class Rule(NamedTuple):
 
 SHARDS = ("--backend ddp --shard full", 0.75, "--backend ddp")
 WORKERS = ("mnist", (f"{DIGITS} --backend single --workers 1",), FOLDER, ("blocking", *VERY_LATE))
+FROM_HOST = (
+    "mnist",
+    (f"{DIGITS} --backend single --batch-size 256 --max-steps 3",),
+    FOLDER,
+    ("blocking", VERY_LATE[0]),
+)
 CHUNKS = ("imdb", (f"{TEXTS} --backend ddp --chunks 2",), FOLDER, ("blocking", LATE_SIDE))
 TWO_DEVICES = ("imdb", (f"{TEXTS} --backend ddp --devices-per-rank 2",), FOLDER, ("blocking", LATE_SIDE))
 REPRODUCIBLE = ("--backend ddp --reproducible 2", 2.0, "--backend ddp")
 START = f"--backend ddp --log-dir {FOLDER} --save-every-steps 2"
 RESUMED = (f"--backend ddp --log-dir {FOLDER} --max-steps 6 --resume auto", 1.1, START)
 RULES = {
-    "batches are copied beside the steps": Rule(stream_checks.copies_overlap, 1),
+    "batches are copied beside the steps": Rule(stream_checks.copies_overlap, 2),
+    "batches from the host's memory are whole": Rule(device_checks.sent_from_host, 1, FROM_HOST),
+    "copies to the host are whole": Rule(stream_checks.moves_to_host_are_whole, 1),
     "a checkpoint is whole": Rule(stream_checks.copy_to_host_is_whole, 1),
     "random numbers are those of the device": Rule(device_checks.generators, 1, devices=2),
     "batches are whole": Rule(device_checks.same_bits, 1, WORKERS),
     "texts in chunks": Rule(device_checks.same_bits, 2, CHUNKS),
     "a model on two devices": Rule(device_checks.same_bits, 1, TWO_DEVICES, devices=2),
+    "types of products": Rule(device_checks.precisions, 1, ("single",)),
+    "an overflow of one stage": Rule(device_checks.overflow_of_one_stage, 2, ("ddp",)),
+    "times of phases": Rule(stream_checks.times, 1),
+    "results of collectives": Rule(stream_checks.results_are_waited_for, 2, ("ddp",)),
+    "results of Horovod stay": Rule(stream_checks.results_stay, 1),
+    "a device in an exchange": Rule(stream_checks.exchange_is_seen, 2, (FOLDER,)),
     "hvd": Rule(stream_checks.hvd_in_any_order, 2, IN_ANY_ORDER),
+    "hvd: a rank that has joined": Rule(stream_checks.hvd_join, 2),
+    "hvd: tensors that travel together": Rule(stream_checks.hvd_fuses, 2, devices=4),
     "c10d": Rule(stream_checks.c10d_in_any_order, 2, IN_ANY_ORDER, engine="horovod"),
     **{
         f"host waits on {engine}: {name}": Rule(device_checks.host_waits, ranks, (engine, (way,)), engine=engine)
         for engine, ranks in (("single", 1), ("ddp", 2), ("horovod", 2))
         for name, way in NO_WAITS.items()
     },
+    "samples, and a rate on the device": Rule(device_checks.samples_and_rate, 1, ("single",)),
     **{
         f"resume on {engine}": Rule(
             device_checks.resume, 2, (f"--backend {engine}", FOLDER, LATE_DEFAULT), engine=engine

@@ -9,20 +9,23 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 from device_checks import controls, kind, rank
 
 LIMIT_S = 20.0
 
 
-def place() -> Any:
-    """Return this rank's device."""
+def place(devices: int = 1) -> Any:
+    """Return this rank's device, the first of so many."""
     import torch
 
-    chosen = torch.device(kind(), rank() % torch.accelerator.device_count())
+    chosen = torch.device(kind(), rank() * devices % torch.accelerator.device_count())
     torch.accelerator.set_device_index(chosen.index)
     return chosen
 
@@ -57,11 +60,70 @@ def copy_to_host_is_whole() -> tuple[int, None]:
     from hvd_trainer.checkpoint.async_writer import copy_to_host
 
     controls().run_in_order("late default stream")
-    values = torch.ones(1000, device=place())
+    state = {}
+    for number in range(min(2, torch.accelerator.device_count())):
+        values = torch.ones(1000, device=torch.device(kind(), number))
+        for _ in range(20):
+            values = values * 1
+        state[str(number)] = values
+    for name, copied in copy_to_host(state).tensors.items():
+        assert torch.equal(copied, torch.ones(1000)), f"of device {name}: {copied[:3].tolist()}"
+    return 0, None
+
+
+def moves_to_host_are_whole() -> tuple[int, None]:
+    """What a model on a GPU and the CPU, or a metric, takes to the host has been computed and copied."""
+    import torch
+
+    from hvd_trainer.data.batch import to_device
+    from hvd_trainer.parallel.device_pipeline import move_to
+    from hvd_trainer.utils.pieces import move_in_pieces
+
+    controls().run_in_order("late default stream")
+    values, host = torch.ones(1000, device=place()), torch.device("cpu")
     for _ in range(20):
         values = values * 1
-    assert copy_to_host({"values": values}).tensors["values"].tolist() == [1.0] * 1000
+    for moved in (move_to(values, host), to_device((values * 1,), host)[0]):
+        assert torch.equal(moved, torch.ones(1000)), f"not computed: {moved[:3].tolist()}"
+    pieces: list[Any] = []
+    move_in_pieces([values * 1], pieces.append, receives=False)
+    assert pieces[0].is_pinned(), "a checkpoint's pieces come from pageable memory, several times as slowly"
+    assert torch.equal(pieces[0].view(torch.float32), torch.ones(1000))
     return 0, None
+
+
+def results_stay() -> tuple[int, None]:
+    """A result of Horovod, made on the default stream, stays until the stream that follows has read it."""
+    import torch
+
+    from hvd_trainer.backends.horovod_waiter import follow
+
+    gpu = place()
+    received = torch.ones(1000, device=gpu) * 1
+    with torch.Stream(gpu) as side:
+        held = controls().hold(gpu.index)
+        read = follow(received) * 1
+    del received
+    spoiled = torch.full((1000,), 2.0, device=gpu)  # takes over what is free
+    torch.accelerator.current_stream(gpu).synchronize()
+    held.reach()
+    side.synchronize()
+    assert read.tolist() == [1.0] * 1000, f"{read[:3].tolist()} once {spoiled[:3].tolist()} was made"
+    return rank(), None
+
+
+def times() -> tuple[int, None]:
+    """The time between two marks is the device's, and the host waits for neither."""
+    from hvd_trainer.observe.phases import Clock
+
+    gpu = place()
+    clock = Clock(gpu)
+    start, held = clock.mark(), controls().hold(gpu.index)
+    end = clock.mark()
+    threading.Timer(0.3, held.reach).start()
+    clock.settle()
+    assert clock.seconds(start, end) > 0.2
+    return rank(), None
 
 
 def copies_overlap() -> tuple[int, None]:
@@ -111,6 +173,10 @@ def hvd_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
         expected = sum(range(number, number + size))
         assert together.tolist() == [float(expected)] * 1000, f"{together[:3].tolist()}, not {expected}"
         assert gathered.tolist() == [float(it) for it in range(size) for _ in range(3)]
+    # A thread without a device of its own makes no context on device 0, which is another rank's.
+    with ThreadPoolExecutor(1) as thread:
+        values = thread.submit(hvd.allreduce, torch.ones(4, device=gpu), name="thread").result()
+    assert values.tolist() == [1.0] * 4
     # `poll` tells of the device, not of the queue. Both ranks hold theirs, so that none waits for the other.
     held = controls().hold(gpu.index)
     handle = hvd.allreduce_async(torch.ones(4, device=gpu), name="held")
@@ -119,6 +185,62 @@ def hvd_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
     held.reach()
     assert soon(lambda: hvd.poll(handle))
     hvd.synchronize(handle)
+    hvd.shutdown()
+    return rank(), None
+
+
+def hvd_join() -> tuple[int, None]:
+    """A rank that has joined without a device says what to type; with one, it makes its zeros there."""
+    import torch
+
+    import hvd_trainer.hvd as hvd
+
+    hvd.init()
+    gpu = place()
+    if hvd.rank() == 0:
+        hvd.join()
+    else:
+        time.sleep(0.5)  # rank 0 has joined, or joins meanwhile: either is told
+        with pytest.raises(hvd.HorovodInternalError, match=r"Type hvd\.join\(hvd\.local_rank\(\)\)"):
+            hvd.allreduce(torch.ones(4, device=gpu), name="too late")
+        hvd.join()
+    if hvd.rank() == hvd.size() - 1:
+        hvd.join(gpu.index)
+    else:
+        total = hvd.allreduce(torch.ones(4, device=gpu), name="in time", op=hvd.Sum)
+        assert total.tolist() == [hvd.size() - 1.0] * 4
+        hvd.join(gpu.index)
+    hvd.shutdown()
+    return rank(), None
+
+
+def hvd_fuses() -> tuple[int, None]:
+    """Tensors travel together only with those of their device, and after all of them are there."""
+    import torch
+
+    import hvd_trainer.hvd as hvd
+
+    hvd.init()
+    gpus = [torch.device(kind(), 2 * hvd.rank() + number) for number in range(2)]
+    place(2)
+    streams = [
+        (gpu, stream) for gpu in gpus for stream in (torch.accelerator.current_stream(gpu), torch.Stream(gpu))
+    ]
+    held = []
+    for gpu, stream in streams[1::2]:
+        with torch.accelerator.device_index(gpu.index), stream:
+            held.append(controls().hold(gpu.index))
+    handles = []
+    for number, (gpu, stream) in enumerate(3 * streams):
+        with torch.accelerator.device_index(gpu.index), stream:
+            values = torch.full((4,), float(number), device=gpu) * 1
+            handles.append(hvd.allreduce_async(values, name=f"part {number}", op=hvd.Sum))
+    for marker in held:
+        marker.reach()
+    for number, handle in enumerate(handles):
+        total = hvd.synchronize(handle)
+        assert total.device == gpus[number % 4 // 2]
+        assert total.tolist() == [float(number * hvd.size())] * 4, f"part {number}: {total.tolist()}"
     hvd.shutdown()
     return rank(), None
 
@@ -148,7 +270,76 @@ def c10d_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
             work = dist.all_gather(rows, torch.full((3,), float(rank()), device=gpu), async_op=True)
         work.wait()
         assert [row.tolist() for row in rows] == [[float(it)] * 3 for it in range(size)]
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(dist.all_reduce, values).result()
+    # A barrier waits for what the device has been given before.
+    held, queued = controls().hold(gpu.index), torch.Event(gpu)
+    queued.record()
+    threading.Timer(0.5, held.reach).start()
+    dist.barrier()
+    assert queued.query(), "the barrier has not waited for the device"
+    for call in (dist.send, dist.recv):
+        with pytest.raises(ValueError, match=r"Exchange tensor\.cpu\(\)"):
+            call(torch.ones(1, device=gpu), (rank() + 1) % size)
     dist.destroy_process_group()
+    return rank(), None
+
+
+def results_are_waited_for(engine: str) -> tuple[int, None]:
+    """What collectives return can be read at once; the engine's group is one, and has the job's time limit."""
+    import torch
+    import torch.distributed as dist
+
+    from hvd_trainer import backends
+    from hvd_trainer.backends import process_group
+
+    with backends.create(backends.EngineOptions(backend=engine, startup_timeout_s=77)) as backend:
+        controls().run_in_order("very late side streams")
+        gpu, size, collectives = backend.device, backend.world.size, backend.collectives
+        ones = torch.ones(1000, device=gpu)
+        sent = torch.full((1000,), float(rank()), device=gpu)
+        collectives.broadcast_to_replicas([(sent, size - 1)])
+        results = {
+            "all_reduce": (collectives.all_reduce(ones) * 1, float(size)),
+            "tree_sum": (collectives.tree_sum(ones) * 1, float(size)),
+            "broadcast": (sent * 1, size - 1.0),
+        }
+        for name, (result, expected) in results.items():
+            assert result.tolist() == [expected] * 1000, f"{name}: {result[:3].tolist()}, not {expected}"
+        whole: Any = dist.group.WORLD
+        for device in (torch.device("cpu"), gpu):
+            limit = whole._get_backend(device).options._timeout
+            # The monitor finds who does not come to an exchange on a device.
+            expected = timedelta(seconds=77) if device.type == "cpu" else process_group.NO_TIMEOUT
+            assert limit == expected, f"exchanges on {device.type} may take {limit}"
+        assert backend.group_of(backend.replica_groups) is whole, "a second communicator of all ranks"
+    return rank(), None
+
+
+def exchange_is_seen(folder: str) -> tuple[int, None]:
+    """A rank whose device waits for another one's gradients is seen to do so, after its host has run ahead."""
+    import torch
+
+    from hvd_trainer import backends
+
+    seen = Path(folder, "seen")
+    with backends.create(backends.EngineOptions(backend="ddp")) as backend:
+        gpu, layer = backend.device, torch.nn.Linear(4, 4)
+        layer.to(gpu)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        backend.set_parameter_names(layer, optimizer)
+        backend.prepare_stage(layer, passes=1)
+        for number in range(2):  # NCCL connects in the first step, and the host waits
+            held = controls().hold(gpu.index) if (number, rank()) == (1, 1) else None
+            layer(torch.ones(2, 4, device=gpu)).sum().backward()
+            backend.step(optimizer)
+        if held is None:
+            assert backend.activity.is_exchanging(), "the device is said to be done"
+            seen.touch()
+        else:
+            soon(seen.exists)
+            held.reach()
+        assert soon(lambda: not backend.activity.is_exchanging())
     return rank(), None
 
 
@@ -167,6 +358,7 @@ def abort_ends_a_wait(kind: str, folder: str) -> tuple[int, None]:
         begin, abort = next(iter(groups.values())).allreduce, basics.runtime().abort_collectives
     else:
         from hvd_trainer import backends
+        from hvd_trainer.faults.activity import CollectiveAbortedError
 
         engine = backends.create(backends.EngineOptions(backend="ddp")).__enter__()
         begin, abort = engine.collectives._all_reduce, engine.abort_collectives
@@ -179,6 +371,9 @@ def abort_ends_a_wait(kind: str, folder: str) -> tuple[int, None]:
         time.sleep(0.2)
         threading.Thread(target=abort, daemon=True).start()
         assert ends(torch.accelerator.synchronize), "the device still waits"
+        if kind == "ddp":  # what the exchange has left means nothing
+            with pytest.raises(CollectiveAbortedError):
+                engine.activity.check()
         done.touch()
     # Both end at once, before one can miss the other.
     assert soon(done.exists)

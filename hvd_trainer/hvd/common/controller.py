@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,7 @@ from hvd_trainer.hvd.common.request import MAX_NUMBER, NUMBER_BITS, Request
 from hvd_trainer.hvd.common.settings import Settings
 from hvd_trainer.hvd.common.timeline import Timeline
 from hvd_trainer.hvd.common.transport import Transport
+from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.threads import start_thread
 
 logger = logging.getLogger(__name__)
@@ -217,7 +218,7 @@ class Controller:
             self._executor.join_device = device
             if self.ended is not None:
                 raise HorovodInternalError(self.ended)
-            self._flags |= wire.JOINED
+            self._flags |= wire.JOINED | (wire.ZEROS_ON_HOST if accelerator.is_host(device) else 0)
         with self.waiting_for("join"):
             self._drive_until(lambda: not self._flags & wire.JOINED)
         if self.ended is not None:
@@ -338,7 +339,7 @@ class Controller:
         messages = self._transport.mesh.all_gather(message)
         flags = [wire.read(member, message, self._matcher) for member, message in enumerate(messages)]
         if any(flags):
-            self._note_joined([member for member, bits in enumerate(flags) if bits & wire.JOINED])
+            self._note_joined({member: bits for member, bits in enumerate(flags) if bits & wire.JOINED})
         if all(bits & wire.BLOCKED for bits in flags):
             for entries in conflicts:
                 self._matcher.refuse(entries)
@@ -376,16 +377,16 @@ class Controller:
         self._idle_rounds = 0 if responses else self._idle_rounds + 1
         self._end_round(flags)
 
-    def _note_joined(self, members: Sequence[int]) -> None:
-        """Note who has joined; if all have, end their `join`."""
-        for member in members:
+    def _note_joined(self, flags: Mapping[int, int]) -> None:
+        """Note who has joined, with the flags of each; if all have, end their `join`."""
+        for member, bits in flags.items():
             if member not in self._matcher.joined:
-                self._matcher.join(member)
+                self._matcher.join(member, has_device=not bits & wire.ZEROS_ON_HOST)
                 self._last_joined = self.ranks[member]
         if len(self._matcher.joined) == len(self.ranks):
             self._matcher.joined.clear()
             with self._state:
-                self._flags &= ~wire.JOINED
+                self._flags &= ~(wire.JOINED | wire.ZEROS_ON_HOST)
                 self.num_joins += 1
                 self._numbers.clear()
 

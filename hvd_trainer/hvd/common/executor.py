@@ -89,14 +89,12 @@ class Executor:
         """Queue the operations on a stream of their own, after what the tensors depend on."""
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
-        stream = self._streams[device]
-        with accelerator.on_stream(stream):
+        with accelerator.on_stream(self._streams[device]):
             for response in responses:
                 if response.request is not None and response.request.ready is not None:
-                    stream.wait_event(response.request.ready)
+                    response.request.ready.block()
             run(responses, device)
-            finished = torch.Event(device)
-            finished.record(stream)
+            finished = accelerator.Point(device)
         for response in responses:
             if response.request is not None:
                 response.request.finished = finished

@@ -55,13 +55,13 @@ class Matcher:
         ranks: global ranks of the members.
 
     Attributes:
-        joined: indices of members that have called `join`.
+        joined: indices of members that have called `join`, each with whether it has a device for its zeros.
         pending: what some members have asked for, by name and number.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
-        self.joined: set[int] = set()
+        self.joined: dict[int, bool] = {}
         self.pending: dict[tuple[str, int], Response] = {}
         self._responses: list[Response] = []
 
@@ -83,11 +83,15 @@ class Matcher:
         entry.num_posted += 1
         self._respond_if_complete(entry)
 
-    def join(self, member: int) -> None:
-        """Note that a member has joined: it takes part in whatever the others ask for."""
+    def join(self, member: int, *, has_device: bool = True) -> None:
+        """Note that a member has joined: it takes part in whatever the others ask for.
+
+        Args:
+            has_device: whether it can make zeros on an accelerator.
+        """
         if member in self.joined:
             return
-        self.joined.add(member)
+        self.joined[member] = has_device
         for entry in list(self.pending.values()):
             self._respond_if_complete(entry)
 
@@ -135,6 +139,17 @@ class Matcher:
             return (
                 f"{first.kind.capitalize()} is not supported with Join: {title_of(key)} was asked for by "
                 f"{ranks_text([*asked])}, while {ranks_text(joined)} had joined."
+            )
+        hosts = [
+            self.ranks[member]
+            for member, signature in enumerate(signatures)
+            if signature is None and not self.joined.get(member, True)
+        ]
+        if hosts and first.device not in ("", "cpu"):
+            return (
+                f"{title_of(key)} is on {first.device}, asked for by {ranks_text([*asked])}, while "
+                f"{ranks_text(hosts)} had joined without a device for zeros. Type hvd.join(hvd.local_rank()), or "
+                f"the number of the GPU that the rank uses"
             )
         for what, value in _ASPECTS:
             values = {rank: value(signature) for rank, signature in asked.items()}

@@ -11,6 +11,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from hvd_trainer.utils import accelerator
+
 REDUCE_OPS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 """Names of the reductions, by Horovod's numbers."""
 
@@ -105,7 +107,7 @@ class Request:
         error: why it has failed; None if it has not.
         is_done: whether outputs or error are there.
         is_awaited, waits_soon: whether a thread waits for them, or will before long.
-        ready, finished: events of an accelerator, after which the tensors and the outputs may be read.
+        ready, finished: points of an accelerator's streams, after which the tensors and the outputs may be read.
         work: what is left of an operation on CPUs that has only been started; `Controller.wait` waits for it.
         submitted_at, began_at: when it was asked for, and when all members had, by `time.monotonic`.
     """
@@ -129,8 +131,8 @@ class Request:
         self.result: Any = None
         self.error: BaseException | None = None
         self.is_done = self.is_awaited = self.waits_soon = False
-        self.ready: Any = None
-        self.finished: Any = None
+        self.ready: accelerator.Point | None = None
+        self.finished: accelerator.Point | None = None
         self.work: Any = None
         self.submitted_at = self.began_at = time.monotonic()
 

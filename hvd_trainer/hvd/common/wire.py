@@ -16,8 +16,9 @@ from hvd_trainer.hvd.common.request import Request, Signature
 
 MAX_REQUESTS = 1 << 10
 """In one message; further ones have to wait for the next round."""
-JOINED, SHUTDOWN, BLOCKED = 1, 2, 4
-"""Flags of a member: it has joined, shuts down, or waits for operations whose names others use for other ones."""
+JOINED, SHUTDOWN, BLOCKED, ZEROS_ON_HOST = 1, 2, 4, 8
+"""Flags of a member: it has joined, shuts down, waits for operations whose names others use for other ones, or has
+joined without a device for its zeros."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[int, list[tuple[bytes, int, int, bytes]]]).decode
 # Scripts ask for the same again and again, and ranks for the same as others.

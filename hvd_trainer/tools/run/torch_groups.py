@@ -47,7 +47,8 @@ def wrap_torch(module: ModuleType, engine: str, script: ScriptEngine | None) -> 
             given["backend"], asked = HOROVOD, str(module.Backend(backend))
         rank = script if script is not None and script.is_in_charge and not _makes_own_ranks(given) else None
         if rank is not None:
-            session = rank.meet(uses_nccl=_uses_nccl(backend, given.get("device_id")))
+            device = given.get("device_id")
+            session = rank.meet(uses_nccl=_uses_nccl(backend, device), has_device=_has_chosen(device))
             world = session.world
             _check_rank(world, given.get("rank", -1), given.get("world_size", -1))
             if given.get("store") is None and given.get("init_method") in (None, "env://"):
@@ -110,10 +111,17 @@ def _check_rank(world: World, rank: int, size: int) -> None:
 
 
 def _uses_nccl(backend: str, device: Any) -> bool:
-    """Return whether `init_process_group` makes groups of NCCL: without a backend's name, too, for its tensors."""
-    if backend != "undefined":
-        return "nccl" in backend
+    """Return whether `init_process_group` makes groups of NCCL, or XCCL: without a name, too, for GPU tensors."""
     from hvd_trainer.utils import accelerator
 
     kind = accelerator.kind()
-    return accelerator.COLLECTIVES.get(kind or "") == "nccl" and getattr(device, "type", kind) == kind
+    if kind is None or backend != "undefined":
+        return accelerator.COLLECTIVES.get(kind or "", "nccl") in backend
+    return getattr(device, "type", kind) == kind
+
+
+def _has_chosen(device: Any) -> bool:
+    """Return whether a script has chosen a GPU: by `device_id`, by `set_device`, or by its first tensor there."""
+    from hvd_trainer.utils import accelerator
+
+    return device is not None or accelerator.is_initialized()

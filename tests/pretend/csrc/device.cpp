@@ -4,11 +4,14 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <pybind11/chrono.h>
+
 #include "device.h"
 
 namespace pretend {
 
-c10::intrusive_ptr<c10d::Backend> make_group(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size);
+c10::intrusive_ptr<c10d::Backend> make_group(
+    c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, std::chrono::milliseconds timeout, c10::Device device);
 
 namespace {
 // One of the host that is said to be of the device. Each kernel takes its place in the sequence when it is queued, as
@@ -32,7 +35,7 @@ const at::Generator& default_generator(int device) {
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return num_devices() > 0; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex device) const override { return has_context(device); }
   c10::DeviceIndex deviceCount() const override { return num_devices(); }
   c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
@@ -65,10 +68,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace pretend;
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   module.def("device_count", &num_devices);
+  module.def("is_initialized", &is_initialized);
   module.def("generator", [](int device) { return default_generator(device); });
   module.def("late_writes", &num_late_writes);
   module.def("make_group", &make_group);
-
   module.def("run_in_order", [](int default_delay_us, int other_delay_us, bool blocking) {
     order.default_delay_us = default_delay_us;
     order.other_delay_us = other_delay_us;

@@ -31,6 +31,11 @@ constexpr int STREAMS = 32;  // of a device; number 0 is the default stream
 
 int num_devices();
 int current_device();
+// The first work on a device makes a context there. As on a GPU in exclusive mode, one process only may have one: two
+// ranks of a job on one device would be a mistake. Whether it has any, or has chosen a device, tells `is_initialized`.
+void make_context(int device);
+bool has_context(int device);
+bool is_initialized();
 void set_current_device(int device);
 int index_of(c10::Device device);  // a device without a number is the current one
 
@@ -98,6 +103,8 @@ void raise_if_failed();
 c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();
 bool is_pinned(const void* address);
+uint64_t digest_of(const at::Tensor& tensor);
+void poison(const at::Tensor& tensor);  // so that what is read too early is NaN, and no value that was there
 void record_stream(const c10::DataPtr& data, c10::Stream stream);
 void resize_storage(const c10::Storage& storage, size_t bytes);
 int64_t num_late_writes();  // into memory that had been freed; those of memory that is still held back

@@ -16,6 +16,7 @@
 #include <deque>
 #include <map>
 #include <set>
+#include <string_view>
 
 #include "device.h"
 
@@ -84,6 +85,7 @@ void free_block(void* context) {
 struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     int device = current_device();
+    make_context(device);
     auto& queue = current_queue(device);
     c10::Device place(TYPE, device);
     if (bytes == 0) return {nullptr, place};
@@ -158,6 +160,16 @@ bool is_pinned(const void* address) {
   if (after == pinned.begin()) return false;
   auto [begin, bytes] = *--after;
   return asked < begin + bytes;
+}
+
+uint64_t digest_of(const at::Tensor& tensor) {
+  if (!tensor.is_contiguous()) return 0;
+  std::string_view bytes(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
+  return std::hash<std::string_view>()(bytes);
+}
+
+void poison(const at::Tensor& tensor) {
+  if (tensor.numel() && tensor.is_contiguous()) std::memset(tensor.mutable_data_ptr(), POISON, tensor.nbytes());
 }
 
 void record_stream(const c10::DataPtr& data, c10::Stream stream) {

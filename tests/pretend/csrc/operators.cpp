@@ -304,6 +304,7 @@ void record_tensor_on_stream(Tensor& tensor, c10::Stream stream) {
 
 // Copies.
 
+std::atomic<int> num_pending_reads{0};  // copies to page-locked memory
 constexpr size_t STAGED_BYTES = 65536;  // CUDA's driver takes so much of pageable memory along with the command
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
@@ -329,7 +330,25 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   bool is_staged = non_blocking && to_device && from.nbytes() <= STAGED_BYTES;
   bool waits = !non_blocking || !is_pinned((to_device ? from : to).const_data_ptr());
   auto source = from_device ? host_view(from) : waits && is_staged ? from.clone() : from;
-  push(source, to_device ? host_view(to) : to);
+  auto target = to_device ? host_view(to) : to;
+  if (waits) {
+    push(source, target);
+  } else if (to_device) {
+    // What was queued before may still write there.
+    bool is_filled = num_pending_reads == 0;
+    queue.push([source, target, is_filled, before = digest_of(source)] {
+      TORCH_CHECK(
+          !is_filled || digest_of(source) == before,
+          "page-locked memory was written before the copy from it had been made");
+      at::NoGradGuard no_grad;
+      target.copy_(source);
+    });
+  } else {
+    poison(target);
+    ++num_pending_reads;
+    push(source, target);
+    queue.push([] { --num_pending_reads; });
+  }
   if (waits && !is_staged) host_waits(queue, to_device ? "copy to the device" : "copy to the host");
   return to;
 }

@@ -9,7 +9,9 @@
 // - `wait` lets the caller's current stream wait, and not the host;
 // - an exchange's tensors are kept until `wait`, and no longer;
 // - sends and receives between `_start_coalescing` and `_end_coalescing` run at the same time;
-// - an exchange with a rank that is gone never ends, until `abort`; what it leaves in its tensors means nothing.
+// - an exchange with a rank that is gone never ends, until `abort`; what it leaves in its tensors means nothing;
+// - `abort` returns some time after the device is free again;
+// - a group has one device, that of the rank's number on its host if none is named, and refuses tensors of others.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/StreamGuard.h>
@@ -28,6 +30,7 @@ using c10::intrusive_ptr;
 using c10d::Backend;
 using c10d::OpType;
 using Tensors = std::vector<Tensor>;
+constexpr std::chrono::milliseconds ABORT_TIME(500);
 
 // What Gloo does for one call: `start` in the group's stream, and `finish` when that is done.
 struct Exchange {
@@ -122,14 +125,18 @@ Tensors joined(Tensors first, const Tensors& second) {
 
 class Group final : public Backend {
  public:
-  Group(intrusive_ptr<Backend> gloo, int rank, int size)
-      : Backend(rank, size), gloo_(std::move(gloo)), state_(std::make_shared<State>()) {}
+  Group(intrusive_ptr<Backend> gloo, int rank, int size, std::chrono::milliseconds timeout, c10::Device device)
+      : Backend(rank, size), gloo_(std::move(gloo)), state_(std::make_shared<State>()),
+        options_(c10::make_intrusive<Options>(getBackendName(), timeout)), device_(device) {}
 
   const std::string getBackendName() const override { return "pccl"; }
   bool supportsCoalescing() const override { return true; }
+  intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
   void abort() override {
     intrusive_ptr<Backend>(gloo_).release();  // freed by a stream, Gloo would wait there for the rank that is gone
     state_->abort();
+    std::this_thread::sleep_for(ABORT_TIME);
   }
 
   void startCoalescing() override { coalesces_ = true; }
@@ -243,7 +250,8 @@ class Group final : public Backend {
   intrusive_ptr<c10d::Work> call(
       OpType type, const Tensors& tensors, const Tensors& results, Exchange exchange, bool is_pairwise = false) {
     for (const auto& tensor : tensors) {
-      TORCH_CHECK(is_on_device(tensor), "pccl exchanges tensors of the device, and got one on ", tensor.device());
+      TORCH_CHECK(
+          tensor.device() == device_, "Tensor found on device ", tensor.device(), " but the group is bound to ", device_);
       TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "pccl exchanges contiguous tensors");
     }
     exchange.is_pairwise = is_pairwise;
@@ -256,34 +264,48 @@ class Group final : public Backend {
   intrusive_ptr<c10d::Work> launch(
       OpType type, std::vector<Exchange> exchanges, Tensors tensors, Tensors results) {
     raise_if_failed();
-    int device = tensors.empty() ? current_device() : tensors[0].device().index();
-    auto& queue = queue_for(device);
-    queue.wait(current_queue(device).mark());
-    queue.push([exchanges = std::move(exchanges), state = state_] { state->run(exchanges); });
+    auto &queue = own_queue(), &current = current_queue(device_.index());
+    // A result that is read in the caller's stream before `wait` is NaN, and not what may be there already.
+    Tensors read, kept;
+    if (type != OpType::BROADCAST)  // whose root may read its tensor meanwhile
+      for (const auto& result : results) read.push_back(host_view(result));
+    for (const auto& view : read) kept.push_back(at::empty(view.sizes(), view.options()));
+    current.push([read, kept] {
+      for (size_t i = 0; i < read.size(); ++i) {
+        kept[i].copy_(read[i]);
+        poison(read[i]);
+      }
+    });
+    queue.wait(current.mark());
+    queue.push([exchanges = std::move(exchanges), state = state_, read, kept] {
+      for (size_t i = 0; i < read.size(); ++i) read[i].copy_(kept[i]);
+      state->run(exchanges);
+    });
     auto end = queue.mark();
     if (order.blocking) wait_silently(end);
     return c10::make_intrusive<Work>(rank_, type, end, queue, std::move(tensors), std::move(results));
   }
 
-  Queue& queue_for(int device) {
-    std::lock_guard<std::mutex> lock(streams_mutex_);
-    auto [stream, is_new] = streams_.try_emplace(device, 0);
-    if (is_new) stream->second = new_stream(device).id();
-    return queue_of(device, stream->second);
+  Queue& own_queue() {
+    std::call_once(started_, [this] { stream_ = new_stream(device_.index()).id(); });
+    return queue_of(device_.index(), stream_);
   }
 
   intrusive_ptr<Backend> gloo_;
   std::shared_ptr<State> state_;
-  std::mutex streams_mutex_;
-  std::map<int, int64_t> streams_;
+  intrusive_ptr<Options> options_;
+  c10::Device device_;
+  std::once_flag started_;
+  int64_t stream_ = 0;
   bool coalesces_ = false;
   std::vector<Exchange> coalesced_;
   Tensors coalesced_tensors_;
 };
 }  // namespace
 
-intrusive_ptr<Backend> make_group(intrusive_ptr<Backend> gloo, int rank, int size) {
-  return c10::make_intrusive<Group>(std::move(gloo), rank, size);
+intrusive_ptr<Backend> make_group(
+    intrusive_ptr<Backend> gloo, int rank, int size, std::chrono::milliseconds timeout, c10::Device device) {
+  return c10::make_intrusive<Group>(std::move(gloo), rank, size, timeout, device);
 }
 
 }  // namespace pretend

@@ -4,6 +4,9 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
+#include <fcntl.h>
+#include <sys/file.h>
+
 #include <cstdlib>
 #include <thread>
 #include <vector>
@@ -18,6 +21,7 @@ namespace {
 std::mutex error_mutex;
 std::string error;
 std::function<void(const char*)> wait_callback;
+std::atomic<bool> has_begun{false}, contexts[64]{};  // one for each device
 thread_local int device_now = 0;
 thread_local std::vector<int64_t> stream_now;
 
@@ -51,11 +55,30 @@ void set_current_device(int device) {
   device_now = device;
 }
 
+void make_context(int device) {
+  static auto* made = new std::vector<std::once_flag>(num_devices());
+  std::call_once(made->at(device), [device] {
+    has_begun = contexts[device] = true;
+    const char* folder = std::getenv("PRETEND_OWNERS");
+    if (folder == nullptr) return;
+    // Locked until the process ends.
+    int file = open((std::string(folder) + "/" + std::to_string(device)).c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    TORCH_CHECK(
+        file >= 0 && flock(file, LOCK_EX | LOCK_NB) == 0, "pretend: device ", device,
+        " belongs to another process: what this one computes there, and keeps, is on the wrong device");
+  });
+}
+
+bool has_context(int device) { return contexts[device]; }
+
+bool is_initialized() { return has_begun; }
+
 int index_of(c10::Device device) { return device.has_index() ? device.index() : device_now; }
 
 // Queues.
 
 void Queue::push(std::function<void()> task) {
+  make_context(device);
   std::call_once(started_, [this] { thread_ = std::make_unique<c10::ThreadPool>(1, -1, compute_in_one_thread); });
   ++unfinished_;
   thread_->run([this, task = std::move(task)] {
@@ -124,6 +147,7 @@ void host_waits(std::shared_ptr<Marker> mark, const char* reason) {
 void host_waits(Queue& queue, const char* reason) { host_waits(queue.mark(), reason); }
 
 void host_waits_for_device(int device, const char* reason) {
+  make_context(device);
   if (wait_callback) wait_callback(reason);
   for (int64_t number = 0; number < STREAMS; ++number) {
     auto& queue = queue_of(device, number);
@@ -152,9 +176,13 @@ void raise_if_failed() {
 // What PyTorch asks of a device: the current one, its streams, and events.
 
 namespace {
-using Event = std::shared_ptr<Marker>;  // one that was never recorded is null, and nothing to wait for, as on CUDA
+// One that was never recorded is null, and nothing to wait for, as on CUDA.
+struct Event {
+  std::shared_ptr<Marker> mark;
+  bool is_timed;
+};
 
-const Event& mark_of(void* event) { return *static_cast<Event*>(event); }
+const std::shared_ptr<Marker>& mark_of(void* event) { return static_cast<Event*>(event)->mark; }
 
 Queue& queue_of(const c10::Stream& stream) { return pretend::queue_of(stream.device_index(), stream.id()); }
 
@@ -166,7 +194,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override { return num_devices(); }
   c10::Device getDevice() const override { return c10::Device(TYPE, device_now); }
   void uncheckedSetDevice(c10::Device device) const noexcept override { device_now = index_of(device); }
-  void setDevice(c10::Device device) const override { set_current_device(index_of(device)); }
+  void setDevice(c10::Device device) const override {
+    has_begun = true;
+    set_current_device(index_of(device));
+  }
   c10::Device exchangeDevice(c10::Device device) const override {
     auto before = getDevice();
     setDevice(device);
@@ -194,12 +225,20 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     host_waits_for_device(device < 0 ? device_now : device, "synchronize");
   }
 
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
-    if (!*event) *event = new Event();
-    *static_cast<Event*>(*event) = queue_of(stream).mark();
+  // As CUDA's, these set the thread's device again at the end, which makes a context on it.
+  void record(
+      void** event, const c10::Stream& stream, const c10::DeviceIndex device, const c10::EventFlag flag) const override {
+    TORCH_CHECK(
+        device == -1 || device == stream.device_index(), "Event of device ", device, " does not match the stream's, ",
+        stream.device_index());
+    make_context(device_now);
+    if (!*event) *event = new Event{nullptr, flag == c10::EventFlag::BACKEND_DEFAULT};
+    static_cast<Event*>(*event)->mark = queue_of(stream).mark();
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event) queue_of(stream).wait(mark_of(event));
+    if (!event) return;
+    make_context(device_now);
+    queue_of(stream).wait(mark_of(event));
   }
   bool queryEvent(void* event) const override {
     raise_if_failed();
@@ -209,9 +248,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) host_waits(mark_of(event), "event.synchronize");
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    if (!event) return;
     delete static_cast<Event*>(event);
+    try {
+      make_context(device_now);
+    } catch (const std::exception& error) {
+      fail(error);
+    }
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    for (void* event : {from, to})
+      TORCH_CHECK(static_cast<Event*>(event)->is_timed, "both events must be made with enable_timing=True");
     auto &begin = mark_of(from), &end = mark_of(to);
     TORCH_CHECK(begin->is_reached() && end->is_reached(), "both events must have been reached");
     return std::chrono::duration<double, std::milli>(end->when() - begin->when()).count();

@@ -52,6 +52,16 @@ def test_operations_on_one_device_travel_together(monkeypatch: pytest.MonkeyPatc
     assert exchanged(monkeypatch, [(0, 1), (1, 1), (0, 1)]) == [["0", "2"], ["1"]]
 
 
+@pytest.mark.parametrize(("has_device", "is_refused"), [(False, True), (True, False)])
+def test_tensors_on_a_gpu_want_zeros_on_one(has_device: bool, is_refused: bool) -> None:
+    """`hvd.join()` made zeros on the CPU, and the ranks waited for each other in two libraries."""
+    matcher = Matcher([0, 1])
+    matcher.join(1, has_device=has_device)
+    matcher.add(0, Signature(Kind.ALLREDUCE, "loss", ("float32",), ((1,),), "cuda"), 0, device_index=0)
+    (response,) = matcher.take_responses()
+    assert ("Type hvd.join(hvd.local_rank())" in (response.error or "")) is is_refused
+
+
 def test_buckets_travel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which buckets are ready together depends on timing, and the order of a sum on its place in the buffer."""
     assert exchanged(monkeypatch, [(0, 0)] * 2, is_bucket=True) == [["0"], ["1"]]

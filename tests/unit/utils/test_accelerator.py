@@ -230,6 +230,15 @@ def test_nccl_without_a_gpu_is_refused() -> None:
         backend._check_transport()
 
 
+def test_ranks_of_several_gpus_are_refused_on_nccl() -> None:
+    """PyTorch's group for NCCL has one device, and the first broadcast of another one's tensor ended the job."""
+    backend: Any = create(EngineOptions(backend="ddp"), {})
+    backend.session.devices = [torch.device("cuda", number) for number in (2, 3)]
+    backend.session.world = World(1, 2, 1, 2, 0, 1, "torchrun")
+    with pytest.raises(BackendError, match="--devices-per-rank 2 is for one rank on NCCL.* Type --transport gloo"):
+        backend._check_transport()
+
+
 @pytest.mark.parametrize(
     ("device", "transport", "groups", "eager"),
     [
@@ -249,6 +258,7 @@ def test_process_group_uses_gloo_for_cpu_tensors(
         asked.update(more, backend=backend)
 
     monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(process_group, "_lift_limit", lambda *_: None)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     session: Any = SimpleNamespace(
