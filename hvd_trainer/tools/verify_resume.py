@@ -30,6 +30,7 @@ import psutil
 
 from hvd_trainer.config.checks import Count
 from hvd_trainer.errors import LaunchError, OptionError
+from hvd_trainer.launch.engine import choose_engine
 from hvd_trainer.launch.world import detect
 from hvd_trainer.measure.command import read_command
 from hvd_trainer.measure.failure_reason import why_it_failed, why_no_step
@@ -75,8 +76,8 @@ class Options:
 
     kills: Count = 12
     """how many"""
-    backend: Literal["horovod", "ddp"] = "horovod"
-    """the engine"""
+    backend: Literal["auto", "horovod", "ddp"] = "auto"
+    """the engine; auto: ddp, as for `run`"""
     np: Count = 3
     """ranks, as many as the job has; two cannot show the order of sums"""
     seed: int = 0
@@ -404,7 +405,7 @@ def main(argv: Sequence[str]) -> int:
     ran = Ran.now(f"{COMMAND} verify-resume", argv)
     options, job = read_command("verify-resume", Options, argv)
     check_installed("jinja2", "rich")
-    script = Script(job, options.backend, options.np)
+    script = Script(job, choose_engine(options.backend, os.environ), options.np)
     with locked_folder(options.out, "verify-resume") as out:
         folder = Path(tempfile.mkdtemp(prefix="hvd_trainer-verify-"))
         try:

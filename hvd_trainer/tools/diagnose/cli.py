@@ -11,6 +11,7 @@ each part costs.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from msgspec import Meta
 
 from hvd_trainer.config.checks import Count, Positive
 from hvd_trainer.errors import OptionError
+from hvd_trainer.launch.engine import choose_engine
 from hvd_trainer.measure.command import read_command
 from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.measure.machine import Ran, busy_warning
@@ -42,8 +44,8 @@ class Options:
 
     np: Annotated[int, Meta(ge=2)] = 2
     """ranks"""
-    backend: Literal["horovod", "ddp"] = "horovod"
-    """the engine"""
+    backend: Literal["auto", "horovod", "ddp"] = "auto"
+    """the engine; auto: ddp, as for `run`"""
     budget_s: Positive = 180.0
     """seconds that all of it may take"""
     threads: Count | None = None
@@ -65,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         normal = MeasuredTrial(
             label=NORMAL,
             job=job,
-            engine=options.backend,
+            engine=choose_engine(options.backend, os.environ),
             ranks=options.np,
             threads=options.threads,
             warmup_steps=WARMUP_STEPS,
@@ -75,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
             trials.runner.warn(text)
         print(
             f"this takes {options.budget_s:g} s at most (--budget-s): {plural(options.np, 'rank')} on "
-            f"{options.backend}, as they are; then, if that explains too little, with parts left out",
+            f"{normal.engine}, as they are; then, if that explains too little, with parts left out",
             flush=True,
         )
         with until_interrupted(trials):
