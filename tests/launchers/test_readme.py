@@ -372,7 +372,7 @@ def test_make_ends_with_what_is_said(command: str, end: str, tmp_path: Path) -> 
     plan = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=REPOSITORY, env=environ).stdout
     joined = plan.replace("\\\n", " ").strip().splitlines()
     assert shlex.split(joined[-1])[1:] == shlex.split(end)
-    package = "-c constraints.txt -e '.[tensorboard,imdb,migrate]'"
+    package = "-c constraints.txt -e '.[tensorboard,imdb,migrate,tools]'"
     for step in ("-m venv", package, "-m hvd_trainer install-horovod"):
         assert step in plan
 
