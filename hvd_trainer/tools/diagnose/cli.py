@@ -14,13 +14,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
 
-from msgspec import Meta
-
-from hvd_trainer.config.checks import Count, Positive
 from hvd_trainer.errors import OptionError
 from hvd_trainer.launch.engine import choose_engine
 from hvd_trainer.measure.command import read_command
@@ -29,29 +23,11 @@ from hvd_trainer.measure.machine import Ran, busy_warning
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.tool_folder import locked_folder
 from hvd_trainer.tools.diagnose.evidence import NORMAL
+from hvd_trainer.tools.diagnose.options import Options
 from hvd_trainer.tools.diagnose.report import Diagnosis, conclude
 from hvd_trainer.tools.diagnose.speedscope import speedscope
 from hvd_trainer.tools.diagnose.trials import WARMUP_STEPS, Trials
 from hvd_trainer.utils.text import COMMAND, plural
-
-
-@dataclass(frozen=True)
-class Options:
-    """Find out what a step's time goes to, and what to do about it.
-
-    The job stands behind --, as it would stand behind `python`.
-    """
-
-    np: Annotated[int, Meta(ge=2)] = 2
-    """ranks"""
-    backend: Literal["auto", "horovod", "ddp"] = "auto"
-    """the engine; auto: ddp, as for `run`"""
-    budget_s: Positive = 180.0
-    """seconds that all of it may take"""
-    threads: Count | None = None
-    """CPU threads of each rank; None: as the launcher and OMP_NUM_THREADS say"""
-    out: Path = Path("runs/diagnose")
-    """folder for diagnosis.html, .md and .json, and stacks.speedscope.json"""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from hvd_trainer.config.checks import Count, NonNegative, NonNegativeInt, Positive
 from hvd_trainer.config.options import EngineOptions
@@ -27,7 +27,7 @@ from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, wait_for_launcher
 from hvd_trainer.launch.engine import AUTO, choose_engine
 from hvd_trainer.launch.launchers import forget_ranks
 from hvd_trainer.launch.world import detect, is_rank, may_be_first, own_job_warning
-from hvd_trainer.measure.command import read_command
+from hvd_trainer.measure.command import NP, read_command
 from hvd_trainer.measure.message import BACKEND
 from hvd_trainer.tools.run.descendants import run_guarded
 from hvd_trainer.tools.run.local_ranks import run_ranks
@@ -46,7 +46,7 @@ class Options:
     that calls torch.distributed runs on that, or on Horovod. The script stands behind --.
     """
 
-    np: Count | None = None
+    np: Annotated[Count | None, NP] = None
     """ranks to start on this machine, also in a shell of Slurm's, or a pod in which RANK is set; None: one, or
     those that a launcher has started"""
     backend: Literal["auto", "horovod", "ddp"] = "auto"
