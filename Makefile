@@ -106,7 +106,7 @@ $(STAMPS)/venv:
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/package: $(STAMPS)/venv $(REQUIREMENTS)
-	$(INSTALL) -e '.[tensorboard,imdb,migrate]'
+	$(INSTALL) -e '.[tensorboard,imdb,migrate,tools]'
 	@touch $@
 
 $(STAMPS)/test: $(STAMPS)/package

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from hvd_trainer import __version__
 from hvd_trainer.errors import OptionError, UserError
+from hvd_trainer.measure.command import read_command
 from hvd_trainer.utils.process import ending_with_reader
 from hvd_trainer.utils.text import COMMAND
 
@@ -22,6 +23,8 @@ class Command(NamedTuple):
 
     module: str
     summary: str
+    options: str = ""
+    """the class of its options, in a module without PyTorch: its help need not wait; empty: the module has none"""
 
 
 COMMANDS: Mapping[str, Mapping[str, Command]] = {
@@ -33,15 +36,27 @@ COMMANDS: Mapping[str, Mapping[str, Command]] = {
     },
     "Verify": {
         "parity": Command(
-            "tools.parity.cli", "train a job on both engines, and name the first difference and its cause"
+            "tools.parity.cli",
+            "train a job on both engines, and name the first difference and its cause",
+            "tools.parity.options:ParityOptions",
         ),
         "verify-resume": Command(
-            "tools.verify_resume", "kill a training again and again, and prove that nothing was lost"
+            "tools.verify_resume.cli",
+            "kill a training again and again, and prove that nothing was lost",
+            "tools.verify_resume.options:Options",
         ),
     },
     "Measure": {
-        "compare": Command("tools.compare.cli", "time engines, ranks and values of options side by side"),
-        "diagnose": Command("tools.diagnose.cli", "find out where a step's time goes, and what to change"),
+        "compare": Command(
+            "tools.compare.cli",
+            "time engines, ranks and values of options side by side",
+            "tools.compare.options:CompareOptions",
+        ),
+        "diagnose": Command(
+            "tools.diagnose.cli",
+            "find out where a step's time goes, and what to change",
+            "tools.diagnose.options:Options",
+        ),
     },
     "Use": {
         "run": Command(
@@ -56,6 +71,10 @@ COMMANDS: Mapping[str, Mapping[str, Command]] = {
 }
 """By group and name; modules of this package."""
 MODULES = {name: f"hvd_trainer.{command.module}" for group in COMMANDS.values() for name, command in group.items()}
+OPTIONS = {
+    name: command.options for group in COMMANDS.values() for name, command in group.items() if command.options
+}
+"""By command: the class of its options, where help need not wait for the module."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +101,10 @@ def _main(words: list[str]) -> int:
         if name not in MODULES:
             guess = "".join(f": did you mean {near}?" for near in get_close_matches(name, MODULES, 1)) or "."
             raise OptionError(f"there is no command {name!r}{guess} Type: {COMMAND} --help")
+        own = rest[: [*rest, "--"].index("--")]
+        if name in OPTIONS and not {"-h", "--help"}.isdisjoint(own):
+            module, _, kind = OPTIONS[name].partition(":")
+            read_command(name, getattr(importlib.import_module(f"hvd_trainer.{module}"), kind), ["--help"])
         return int(importlib.import_module(MODULES[name]).main(rest))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 from hvd_trainer.backends.base import Backend, ReplicaGrouping, StepResult
@@ -11,6 +13,7 @@ from hvd_trainer.backends.collectives import ReduceOp
 from hvd_trainer.backends.session import Session
 from hvd_trainer.config.options import EngineOptions, TrainerOptions
 from hvd_trainer.config.rules import check
+from hvd_trainer.launch.engine import choose_engine
 
 __all__ = ["BACKENDS", "Backend", "ReplicaGrouping", "EngineOptions", "ReduceOp", "StepResult", "create"]
 
@@ -42,6 +45,8 @@ def create(
         LaunchError: as for `Session`.
     """
     options = options or EngineOptions()
+    engine: Any = choose_engine(options.backend, os.environ if environ is None else environ)
+    options = replace(options, backend=engine)
     check(TrainerOptions(engine=options))
     module, _, attribute = BACKENDS[options.backend].partition(":")
     kind: type[Backend] = getattr(importlib.import_module(module), attribute)

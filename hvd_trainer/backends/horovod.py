@@ -108,7 +108,7 @@ class HorovodBackend(Backend):
             raise BackendError(
                 f"--transport mpi needs a Horovod built with MPI (here: {'yes' if built else 'no'}) and mpirun "
                 f"(here: {self.world.launcher}). Type: {install}mpirun -np {self.world.size} python ... "
-                f"--transport mpi"
+                f"--backend horovod --transport mpi"
             )
         return {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
 

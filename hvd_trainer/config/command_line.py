@@ -6,43 +6,94 @@ import io
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stderr
-from typing import Any, TypeVar
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+if TYPE_CHECKING:
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 T = TypeVar("T")
 NUMBERS = {"INT": "a whole number", "FLOAT": "a number"}
 """How a message names the types of tyro's help."""
 
 
-def read_words(kind: type[T], words: Sequence[str], *, program: str, **how: Any) -> T:
+class Help(io.StringIO):
+    """Text that is coloured as on the output that it is printed to."""
+
+    encoding = getattr(sys.__stdout__, "encoding", "utf-8")
+
+    def isatty(self) -> bool:
+        return sys.__stdout__ is not None and sys.__stdout__.isatty()
+
+
+def read_words(
+    kind: type[T],
+    words: Sequence[str],
+    *,
+    program: str,
+    job: str = "",
+    registry: ConstructorRegistry | None = None,
+    **how: Any,
+) -> T:
     """Return a dataclass with the values that the words give to its fields.
 
     Args:
         program: what the user typed before the words.
+        job: what follows them, for the help: ` -- JOB`.
+        registry: tyro's rules.
         how: further arguments of `tyro.cli`.
 
     Raises:
         SystemExit: the words are wrong, which one line on stderr says (code 2), or ask for help (code 0).
     """
     import tyro
+    from tyro.constructors import ConstructorRegistry
 
-    printed = io.StringIO()
+    if words and words[0].startswith("--tyro"):  # its completions are for other words than those that are typed
+        print(f"error: Unrecognized options: {words[0]}. Type: {program} --help", file=sys.stderr)
+        raise SystemExit(2)
+    printed, shown = io.StringIO(), Help()
+    rules = _hide_none(registry or ConstructorRegistry())
     try:
-        with redirect_stderr(printed):
-            options: T = tyro.cli(kind, prog=program, args=words, **how)
+        with redirect_stderr(printed), redirect_stdout(shown) if job else nullcontext():
+            options: T = tyro.cli(kind, prog=program, args=words, registry=rules, **how)
             return options
     except SystemExit as leaving:
+        if shown.getvalue():
+            usage, _, rest = shown.getvalue().partition("\n\n")
+            print(f"{usage}{job}\n\n{rest.rstrip()}")
         if leaving.code:
             told = ". ".join(part.rstrip(".") for part in _parts(printed.getvalue()))
             print(f"error: {_without_internals(told)}. Type: {program} --help", file=sys.stderr)
         raise
 
 
+def _hide_none(registry: ConstructorRegistry) -> ConstructorRegistry:
+    """Let help name an option's values without None, which its text explains; return the registry."""
+    from tyro.constructors import PrimitiveConstructorSpec
+
+    is_nested_call = False
+
+    @registry.primitive_rule
+    def without_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        nonlocal is_nested_call
+        if is_nested_call or type(None) not in get_args(info.type):
+            return None  # and tyro's own rule is taken
+        is_nested_call = True
+        spec = registry.get_primitive_spec(info)
+        is_nested_call = False
+        assert isinstance(spec, PrimitiveConstructorSpec)
+        return replace(spec, metavar=spec.metavar.removeprefix("{None}|").replace("{None,", "{"))
+
+    return registry
+
+
 def _without_internals(told: str) -> str:
     """Return tyro's text on a value that is no number as a sentence; others as they are."""
-    option = re.match(r"Error parsing (--\S+): ", told)
+    option = re.match(r"Error parsing (?:-np/)?(--\S+): ", told)
     value = re.search(r"\['(.*?)'\]|(?:with base 10|string to float): '(.*?)'", told)
-    kind = re.search(r"Argument helptext: --\S+ (?:\{None\}\|)?(INT|FLOAT) ", told)
+    kind = re.search(r"Argument helptext: (?:-np INT, )?--\S+ (INT|FLOAT) ", told)
     if not (option and value and kind):
         return told
     return f"{option[1]} takes {NUMBERS[kind[1]]}, and not {value[1] or value[2]!r}"

@@ -24,9 +24,10 @@ class EngineOptions:
     ddp_kwargs={"static_graph": True})`.
     """
 
-    backend: Annotated[Literal["horovod", "ddp", "single", "data-parallel"], COMMON] = "horovod"
-    """the engine that exchanges gradients: Horovod, native PyTorch DDP, or none in one process; to compare with,
-    also torch.nn.DataParallel: one process with all GPUs, where --batch-size is per GPU"""
+    backend: Annotated[Literal["auto", "horovod", "ddp", "single", "data-parallel"], COMMON] = "auto"
+    """the engine that exchanges gradients: Horovod, native PyTorch DDP, or none in one process; auto: Horovod
+    under horovodrun, if it is installed, else DDP; to compare with, also torch.nn.DataParallel: one process with
+    all GPUs, where --batch-size is per GPU"""
     device: Annotated[Literal["auto", "cpu", "cuda", "xpu"], COMMON] = "auto"
     """where to train: cuda is NVIDIA's and AMD's GPUs, xpu Intel's; auto takes a GPU per rank if there are any"""
     timeout_s: Positive = 60.0

@@ -92,7 +92,7 @@ def _summary(kind: type) -> str:
 
 def _help_registry(*, common_only: bool) -> ConstructorRegistry:
     """Return tyro's rules for dataclasses, changed in what help lists: a job's own options come first."""
-    from tyro.conf import Suppress
+    from tyro.conf import Suppress, arg
     from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
 
     registry, is_nested_call = ConstructorRegistry(), False
@@ -100,6 +100,10 @@ def _help_registry(*, common_only: bool) -> ConstructorRegistry:
     def hidden(entry: StructFieldSpec) -> StructFieldSpec:
         suppressed: Any = Annotated[entry.type, Suppress]
         return replace(entry, type=suppressed)
+
+    def without_default(entry: StructFieldSpec) -> StructFieldSpec:
+        silent: Any = Annotated[entry.type, arg(help_behavior_hint="")]
+        return replace(entry, type=silent)
 
     @registry.struct_rule
     def arrange(info: StructTypeInfo) -> StructConstructorSpec | None:
@@ -114,6 +118,7 @@ def _help_registry(*, common_only: bool) -> ConstructorRegistry:
         entries = sorted(spec.fields, key=lambda entry: entry.name in inherited)
         # On one line: help wraps it to its own width.
         entries = [replace(entry, helptext=functools.partial(help_text, entry)) for entry in entries]
+        entries = [entry if entry.default != () else without_default(entry) for entry in entries]
         common = [entry for entry in entries if COMMON in getattr(entry.type, "__metadata__", ())]
         if common and common_only:
             entries = [entry if entry in common else hidden(entry) for entry in entries]

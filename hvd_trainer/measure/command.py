@@ -11,12 +11,16 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TypeVar
 
+from tyro.conf import arg
+
 from hvd_trainer.config.checks import find_wrong_values, refuse
 from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import OptionError
 from hvd_trainer.utils.text import COMMAND, INSTALL_HOROVOD
 
 T = TypeVar("T")
+NP = arg(aliases=["-np"])
+"""Marks the option --np of a command, which horovodrun calls -np."""
 
 LAUNCHER_OF = {"horovod": "horovodrun", "ddp": "torchrun", "single": "python", "data-parallel": "python"}
 """The program that starts an engine in the engine's own documentation."""
@@ -39,9 +43,7 @@ def read_command(name: str, kind: type[T], argv: Sequence[str]) -> tuple[T, tupl
     # A value of several words, such as --baseline "ddp train.py", is no job; nor is one, where a job follows.
     if script is not None and "--" not in words and " " not in script:
         raise OptionError(f"Put -- before the job: {COMMAND} {name} ... -- {script}")
-    # horovodrun calls it -np.
-    own = ["--np" if word == "-np" else word for word in words[:place]]
-    options = read_words(kind, own, program=f"{COMMAND} {name}")
+    options = read_words(kind, words[:place], program=f"{COMMAND} {name}", job=" -- JOB")
     refuse(find_wrong_values(options).values())
     return options, read_job(words[place + 1 :])
 

@@ -14,6 +14,7 @@ from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.parser import flatten, with_values
 from hvd_trainer.data import Batch
 from hvd_trainer.errors import OptionError
+from hvd_trainer.launch.engine import choose_engine
 from hvd_trainer.measure.listener import End, Listener, Step
 from hvd_trainer.measure.message import BACKEND, Message
 from hvd_trainer.observe.callback import Observer, RunView
@@ -28,18 +29,21 @@ RESULTS = ("train_loss", "val_loss", "train_accuracy", "val_accuracy", "bubble")
 
 
 def as_asked(options: TrainerOptions, environ: MutableMapping[str, str]) -> TrainerOptions:
-    """Return the options of a job as the program wants them that has started it, a tool or `run --backend`.
+    """Return the options of a job as the program wants them that has started it, with the engine for auto.
 
-    The same options are returned when it is called again.
+    A tool or `run --backend` may have started it. The same options are returned when it is called again.
 
     Raises:
         OptionError: they do not go with what shall be measured.
+        LaunchError: as `detect`.
     """
     message, engine = Message.read(environ), environ.get(BACKEND)
-    if message is not None:
-        return obey(message, options)
     is_typed = any(word.partition("=")[0] == "--backend" for word in sys.argv)
-    return options if engine is None or is_typed else with_values(options, {"backend": engine})
+    if message is not None:
+        options = obey(message, options)
+    elif engine is not None and not is_typed:
+        options = with_values(options, {"backend": engine})
+    return with_values(options, {"backend": choose_engine(options.engine.backend, environ)})
 
 
 def obey(message: Message, options: TrainerOptions) -> TrainerOptions:

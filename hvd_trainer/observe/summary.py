@@ -13,6 +13,7 @@ import torch
 
 from hvd_trainer.config.options import ParallelOptions, TrainerOptions
 from hvd_trainer.config.parser import are_typed
+from hvd_trainer.launch.engine import usual_engine
 from hvd_trainer.observe.callback import RunView
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.process import cpu_ids
@@ -31,7 +32,7 @@ def startup_summary(run: RunView, layout: Mapping[str, str]) -> str:
     backend, options = run.backend, run.options
     parameters = sum(p.numel() for p in run.model.parameters())
     lines = {
-        "backend": f"{backend.name}: {backend.version}",
+        "backend": f"{backend.name}: {backend.version}{_why_engine(run)}",
         "world": _world(run),
         "batch": _batch(run),
         "rate": _rate(run),
@@ -44,6 +45,12 @@ def startup_summary(run: RunView, layout: Mapping[str, str]) -> str:
     if command := _launch_command(run):
         lines["launch"] = f"one rank; with one for each {command}"
     return "\n".join(f"{name:8} {text}" for name, text in lines.items())
+
+
+def _why_engine(run: RunView) -> str:
+    """Return `, the default under horovodrun`; nothing for an engine that has to be asked for."""
+    engine, why = usual_engine(run.world.launcher)
+    return f", {why}" if run.backend.name == engine else ""
 
 
 def _world(run: RunView) -> str:

@@ -105,7 +105,10 @@ def exchange_rank_info(store: dist.Store, world: World, me: RankInfo) -> list[Ra
     backends = {peer.backend: rank for rank, peer in reversed(list(enumerate(peers)))}
     if len(backends) > 1:
         chosen = ", ".join(f"rank {rank} {name}" for name, rank in sorted(backends.items()))
-        raise LaunchError(f"All ranks must use one backend, but found: {chosen}. Give all the same --backend.")
+        raise LaunchError(
+            f"All ranks must use one backend, but found: {chosen}. Give all the same --backend (auto is ddp where "
+            f"Horovod is not installed)."
+        )
     return peers
 
 

@@ -11,9 +11,6 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from hvd_trainer.checkpoint import storage
-from hvd_trainer.checkpoint.export import export_tensors
-from hvd_trainer.checkpoint.stored import StateReader
 from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import CheckpointError
 from hvd_trainer.utils.text import COMMAND
@@ -40,6 +37,11 @@ def main(argv: Sequence[str]) -> int:
         CheckpointError: there is no whole checkpoint, or the file cannot be written, or is one of the user's.
     """
     options = read_words(Options, argv, program=f"{COMMAND} export")
+    # With torch, for which help need not wait.
+    from hvd_trainer.checkpoint import storage
+    from hvd_trainer.checkpoint.export import export_tensors
+    from hvd_trainer.checkpoint.stored import StateReader
+
     if os.path.lexists(options.file) and not _is_export(options.file):
         raise CheckpointError(f"{options.file} is no file that export has written. Name another file")
     restored = storage.restore(None, options.checkpoint)

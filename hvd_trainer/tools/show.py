@@ -40,7 +40,7 @@ DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
 class Options:
     """Show one or several runs as a page: losses and metrics, speed, learning rate, memory, saves and restarts."""
 
-    log_dirs: Annotated[Positional[tuple[Path, ...]], arg(metavar="LOG_DIR...")]
+    log_dirs: Annotated[Positional[tuple[Path, ...]], arg(metavar="LOG_DIR...", help_behavior_hint="")]
     """log folders of runs"""
     out: Path = Path("runs/show")
     """folder for show.html, .md and .json"""

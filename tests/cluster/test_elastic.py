@@ -194,7 +194,7 @@ def test_restore_refuses_second_fit_of_elastic_job() -> None:
 def test_elastic_refuses_older_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
     """With it, some ranks whose peers had left waited until Gloo's time limit."""
     monkeypatch.setattr(horovod, "patch_set", lambda: 5)
-    engine: Any = create(EngineOptions(), dict(RANK))
+    engine: Any = create(EngineOptions(backend="horovod"), dict(RANK))
     with pytest.raises(BackendError, match="python -m hvd_trainer install-horovod"):
         engine._start()
 

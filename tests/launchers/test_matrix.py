@@ -37,7 +37,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("reference")
     port = digits_job.free_port()
     # Users also name the port, instead of --standalone.
-    launch("torchrun", 2, digits_job.argv("ddp", folder), options=["--master-port", port])
+    launch("torchrun", 2, digits_job.argv(None, folder), options=["--master-port", port])
     check(folder, "ddp", "torchrun")
     return digits_job.weights(folder)
 
@@ -62,9 +62,9 @@ def test_every_launcher_trains_with_every_engine(
     if (launcher, backend) == ("torchrun", "ddp"):
         return  # the reference itself
     size = 1 if launcher == "python" else 2
-    # horovodrun's own engine is also what the job takes if nothing is said.
-    chosen = None if (launcher, backend) == ("horovodrun", "horovod") else backend
-    result = launch(launcher, size, digits_job.argv(chosen, tmp_path))
+    is_usual = backend == ("horovod" if launcher == "horovodrun" else "ddp")
+    result = launch(launcher, size, digits_job.argv(None if is_usual else backend, tmp_path))
+    assert (", the default" in result.stdout) == is_usual
     check(tmp_path, backend, launcher, size)
     if size == 2:
         assert digits_job.weights(tmp_path) == reference

@@ -34,12 +34,12 @@ EXAMPLE = "examples/mnist/train.py --dataset digits --epochs 1"
 
 TYPED_HERE = (
     f"horovodrun -np 2 python {EXAMPLE}",
-    f"torchrun --nproc-per-node 2 {EXAMPLE} --backend ddp",
+    f"torchrun --nproc-per-node 2 {EXAMPLE}",
     f"mpirun -np 2 python {EXAMPLE}",
-    f"srun -n 2 python {EXAMPLE} --backend ddp",
+    f"srun -n 2 python {EXAMPLE}",
     f"python {EXAMPLE}",
-    "torchrun --nproc-per-node 2 examples/own_data.py --backend ddp --epochs 1",
-    "python -m hvd_trainer.mnist --dataset digits --epochs 1 --log-dir runs/digits --resume auto --backend ddp",
+    "torchrun --nproc-per-node 2 examples/own_data.py --epochs 1",
+    "python -m hvd_trainer.mnist --dataset digits --epochs 1 --log-dir runs/digits --resume auto",
     BY_HAND,
 )
 # Their output stands in the document.
@@ -48,7 +48,7 @@ TRANSCRIPTS = {"horovodrun -np 2 python examples/first_job.py": "README.md", MAI
 # These show what others show, too.
 LONG = {
     f"python {EXAMPLE}": pytest.mark.long,
-    f"srun -n 2 python {EXAMPLE} --backend ddp": pytest.mark.long,
+    f"srun -n 2 python {EXAMPLE}": pytest.mark.long,
     f"mpirun -np 2 python {EXAMPLE}": pytest.mark.long,
 }
 
@@ -58,7 +58,10 @@ OWN = "test_readme.py"
 TYPED_ELSEWHERE = {
     "make mnist": (OWN, "test_make_ends_with_what_is_said"),
     "hvd-trainer install-horovod --mpi": ("test_mpi.py", '"install-horovod", "--mpi"'),
-    "mpirun -np 4 python -m hvd_trainer.mnist --transport mpi": ("test_mpi.py", '"--transport", "mpi"'),
+    "mpirun -np 4 python -m hvd_trainer.mnist --backend horovod --transport mpi": (
+        "test_mpi.py",
+        '"--transport", "mpi"',
+    ),
     'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=../shared/data/mnist NP=2': (
         *(OWN, "test_make_ends_with_what_is_said"),
     ),
@@ -128,7 +131,7 @@ TYPED_ELSEWHERE = {
         (
             "srun -n 4 python -m hvd_trainer.imdb --stages 2 --chunks 8",
             "horovodrun -np 2 python -m hvd_trainer.imdb --devices-per-rank 2",
-            "torchrun --nproc-per-node 4 -m hvd_trainer.imdb --backend ddp --stages 2 --shard optimizer",
+            "torchrun --nproc-per-node 4 -m hvd_trainer.imdb --stages 2 --shard optimizer",
         ),
         ("test_parallel_jobs.py", "test_documented_commands_train_the_same_model"),
     ),
@@ -151,7 +154,7 @@ TYPED_ELSEWHERE = {
     ),
     "hvd-trainer compare --np 2 --rounds 1 --steps 20 -- examples/mnist/plain_ddp.py "
     "--data-dir ../shared/data/mnist": (*("test_compare.py", "test_compare_takes_any_script"),),
-    "hvd-trainer diagnose --np 2 --backend ddp -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist": (
+    "hvd-trainer diagnose --np 2 -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist": (
         "test_diagnose_jobs.py",
         '"diagnose"',
     ),
@@ -279,10 +282,9 @@ def typed(command: str, root: Path, timeout_s: float = 150.0) -> Result:
 
 
 def needs(command: str) -> pytest.MarkDecorator:
-    """Skips where the launcher is missing, or Horovod where it is the engine."""
+    """Skips where the launcher is missing."""
     program = command.split()[0]
-    names = [program] if program in LAUNCHERS else []
-    return requires(*names, *([] if "--backend ddp" in command else ["horovod"]))
+    return requires(*([program] if program in LAUNCHERS else []))
 
 
 def marks_of(command: str) -> list[pytest.MarkDecorator]:
@@ -307,7 +309,7 @@ def test_commands_run_as_they_stand(command: str, root: Path) -> None:
         assert {key for line in lines for key in json.loads(line)} == set(re.findall(r"`(\w+)`", paragraph[1]))
 
 
-@requires("mpirun", "horovod")
+@requires("mpirun")
 @pytest.mark.parametrize("command", BATCH_LINES)
 def test_lines_for_batch_scripts_run(command: str, root: Path) -> None:
     """With a scheduler's list of one host, which plays all of them."""
@@ -370,7 +372,7 @@ def test_make_ends_with_what_is_said(command: str, end: str, tmp_path: Path) -> 
     plan = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=REPOSITORY, env=environ).stdout
     joined = plan.replace("\\\n", " ").strip().splitlines()
     assert shlex.split(joined[-1])[1:] == shlex.split(end)
-    package = "-c constraints.txt -e '.[tensorboard,imdb,migrate]'"
+    package = "-c constraints.txt -e '.[tensorboard,imdb,migrate,tools]'"
     for step in ("-m venv", package, "-m hvd_trainer install-horovod"):
         assert step in plan
 
@@ -391,7 +393,6 @@ def test_a_script_needs_no_more_than_another_import(root: Path, mnist_dir: Path)
     assert (root / "result.json").exists()
 
 
-@requires("horovod")
 def test_the_notebook_lines_run(root: Path) -> None:
     (code,) = (b.text for b in documents.blocks("docs/quickstart.md") if "hvd_trainer.run(" in b.text)
     (root / "cell.py").write_text(code)

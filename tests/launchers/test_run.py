@@ -841,7 +841,7 @@ def test_only_daemons_outlive_the_command(ending: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "size", "engine"),
-    [case(("-np", 2, "--backend", "ddp"), 2, "ddp"), case(("--backend", "horovod"), 1, "horovod", when="long")],
+    [case(("-np", 2), 2, "ddp"), case(("--backend", "horovod"), 1, "horovod", when="long")],
 )
 def test_trainer_job_is_started_as_by_a_launcher(
     words: tuple[object, ...], size: int, engine: str, tmp_path: Path

@@ -88,7 +88,7 @@ REFUSALS = [
     refusal("srun", "", "--backend single", "srun started 2 processes, but --backend single trains in one"),
     refusal("horovodrun", INIT_HOROVOD, "", "is already initialised in this process", "take that call out"),
     refusal(
-        *("srun", INIT_HOROVOD, ""),
+        *("srun", INIT_HOROVOD, "--backend horovod"),
         "srun started rank 0 of 2, but Horovod, already initialised, says rank 0 of 1",
         when="long",
     ),
@@ -138,11 +138,43 @@ def test_missing_horovod_is_named(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)
     expect_refusal(
         launcher,
-        digits_job.argv(None),
+        digits_job.argv("horovod"),
         "needs Horovod, which could not be imported (No module named 'horovod')",
         "Type: python -m hvd_trainer install-horovod, or train without it: --backend ddp",
         env={"PYTHONPATH": str(tmp_path)},
     )
+
+
+WITHOUT_HOROVOD = """
+import importlib.machinery, os
+find = importlib.machinery.PathFinder.find_spec
+def without(name, *place):
+    if name != "horovod" or os.environ.get("HOROVOD_RANK", "none") not in RANKS:
+        return find(name, *place)
+importlib.machinery.PathFinder.find_spec = without
+"""
+
+
+@requires("horovod")
+@pytest.mark.parametrize("way", [(), ("hvd_trainer", "run", "--", "-m")])
+def test_ranks_without_horovod_train_on_ddp(way: tuple[str, ...], tmp_path: Path) -> None:
+    """A job under horovodrun ended with an error where the ranks' Python has no Horovod, as a container may."""
+    (tmp_path / "sitecustomize.py").write_text(f"RANKS = ('0', '1', '2')\n{WITHOUT_HOROVOD}")
+    first, *words = digits_job.argv(None, tmp_path / "log")
+    result = launch("horovodrun", 3, [first, *way, *words], env={"PYTHONPATH": str(tmp_path)})
+    assert "the default where Horovod is not installed" in result.stdout
+    assert ("runs on ddp. Type: python -m hvd_trainer install-horovod" in result.stderr) == bool(way)
+    assert digits_job.end_record(tmp_path / "log")["backend"] == "ddp"
+
+
+@requires("horovod")
+def test_hosts_with_and_without_horovod_are_told_apart(tmp_path: Path) -> None:
+    """Half of the ranks on another engine would wait for the others for ever."""
+    (tmp_path / "sitecustomize.py").write_text(f"RANKS = ('2',)\n{WITHOUT_HOROVOD}")
+    result = launch("horovodrun", 3, digits_job.argv(None), env={"PYTHONPATH": str(tmp_path)}, check=False)
+    assert result.returncode != 0
+    said = "found: rank 2 ddp, rank 0 horovod. Give all the same --backend (auto is ddp where Horovod is not"
+    assert said in " ".join((result.stdout + result.stderr).split())
 
 
 @requires("horovod")
@@ -152,7 +184,7 @@ def test_horovod_without_its_extension_is_named(tmp_path: Path) -> None:
     shutil.copytree(Path(horovod.__file__).parent, tmp_path / "horovod", ignore=shutil.ignore_patterns("*.so"))
     result = expect_refusal(
         "torchrun",
-        digits_job.argv(None),
+        digits_job.argv("horovod"),
         "built without PyTorch or for another version",
         "Type: python -m hvd_trainer install-horovod",
         env={"PYTHONPATH": str(tmp_path)},

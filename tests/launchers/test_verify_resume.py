@@ -14,8 +14,8 @@ from launchers import SCRIPTS, launch, start
 from waiting import wait_for
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools import verify_resume
-from hvd_trainer.tools.verify_resume import Campaign, Finished, Killed, Script, verify
+from hvd_trainer.tools.verify_resume import cli as verify_resume
+from hvd_trainer.tools.verify_resume.cli import Campaign, Finished, Killed, Script, verify
 
 SCRIPT = str(SCRIPTS / "torch_ddp.py")
 SAME = "the final weights are the same, to the last bit."

@@ -243,8 +243,8 @@ def test_run_starts_a_trainer_wherever_it_is_made(tmp_path: Path, words: tuple[s
     command = ["-m", "hvd_trainer", "run", *words, "--", str(job), "--max-steps", "3"]
     env = {"PYTHONPATH": str(tmp_path / "src")}
     said = launch(QUICKEST, 2, command, env=env).stdout
-    assert f"backend  {words[-1] if words else 'horovod'}:" in said
-    assert f"the job sees {words[-1] if words else 'horovod'}" in said
+    assert f"backend  {words[-1] if words else 'ddp'}:" in said
+    assert f"the job sees {words[-1] if words else 'ddp'}" in said
     assert "done: 3 steps" in said
 
 

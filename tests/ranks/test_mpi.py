@@ -71,8 +71,8 @@ def test_other_trainings_end(on_mpi: dict[str, str], options: str) -> None:
     ("fault", "said"), [("is killed", "ended without a word"), ("is stopped", "has not answered for 3 s")]
 )
 def test_lost_rank_ends_the_job(on_mpi: dict[str, str], fault: str, said: str) -> None:
-    job = [str(SUPPORT / "faulty_job.py"), "--transport", "mpi", "--timeout-s", "3", "--batch-size", "4"]
-    result = launch("mpirun", 2, job, env={**on_mpi, "FAULT": f"{fault}:1:5"}, check=False)
+    job = [str(SUPPORT / "faulty_job.py"), "--backend", "horovod", "--transport", "mpi", "--timeout-s", "3"]
+    result = launch("mpirun", 2, [*job, "--batch-size", "4"], env={**on_mpi, "FAULT": f"{fault}:1:5"}, check=False)
     assert result.returncode != 0
     assert re.search(f"failure: rank 1 of 2 on .*{said}", result.stderr + result.stdout)
 

@@ -17,7 +17,7 @@ TEXTS = (
 )
 # What README.md types, with the chunks that make them comparable: 4 ranks and 2 copies each.
 SHAPES = {
-    "srun": (4, ["--stages", "2", "--chunks", "8"]),
+    "srun": (4, ["--backend", "horovod", "--stages", "2", "--chunks", "8"]),
     "horovodrun": (2, ["--devices-per-rank", "2", "--chunks", "8"]),
     "torchrun": (4, ["--backend", "ddp", "--stages", "2", "--chunks", "8", "--shard", "optimizer"]),
 }

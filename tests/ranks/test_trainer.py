@@ -409,8 +409,8 @@ def test_default_job_learns_the_digits_that_stand_in_for_mnist(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "command"),
     [
-        pytest.param([], "horovodrun -np {} python", marks=requires("horovod")),
-        (["--backend", "ddp"], "torchrun --nproc-per-node {}"),
+        ([], "torchrun --nproc-per-node {}"),
+        pytest.param(["--backend", "horovod"], "horovodrun -np {} python", marks=requires("horovod")),
         (["--backend", "single"], None),
     ],
 )

@@ -23,7 +23,7 @@ class CompareOptions:
     -- -m hvd_trainer.imdb --dataset synthetic --stages 2
     """
 
-    np: Annotated[str, tyro.conf.arg(metavar="N,N,...")] = "1,2"
+    np: Annotated[str, tyro.conf.arg(metavar="N,N,...", aliases=["-np"])] = "1,2"
     """numbers of ranks"""
     backend: Annotated[str, tyro.conf.arg(metavar="NAME,NAME")] = "horovod,ddp"
     """who takes part: horovod, ddp, single (one process without an engine), and where there are two GPUs or more

@@ -11,45 +11,23 @@ each part costs.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
 
-from msgspec import Meta
-
-from hvd_trainer.config.checks import Count, Positive
 from hvd_trainer.errors import OptionError
+from hvd_trainer.launch.engine import choose_engine
 from hvd_trainer.measure.command import read_command
 from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.measure.machine import Ran, busy_warning
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.tool_folder import locked_folder
 from hvd_trainer.tools.diagnose.evidence import NORMAL
+from hvd_trainer.tools.diagnose.options import Options
 from hvd_trainer.tools.diagnose.report import Diagnosis, conclude
 from hvd_trainer.tools.diagnose.speedscope import speedscope
 from hvd_trainer.tools.diagnose.trials import WARMUP_STEPS, Trials
 from hvd_trainer.utils.text import COMMAND, plural
-
-
-@dataclass(frozen=True)
-class Options:
-    """Find out what a step's time goes to, and what to do about it.
-
-    The job stands behind --, as it would stand behind `python`.
-    """
-
-    np: Annotated[int, Meta(ge=2)] = 2
-    """ranks"""
-    backend: Literal["horovod", "ddp"] = "horovod"
-    """the engine"""
-    budget_s: Positive = 180.0
-    """seconds that all of it may take"""
-    threads: Count | None = None
-    """CPU threads of each rank; None: as the launcher and OMP_NUM_THREADS say"""
-    out: Path = Path("runs/diagnose")
-    """folder for diagnosis.html, .md and .json, and stacks.speedscope.json"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         normal = MeasuredTrial(
             label=NORMAL,
             job=job,
-            engine=options.backend,
+            engine=choose_engine(options.backend, os.environ),
             ranks=options.np,
             threads=options.threads,
             warmup_steps=WARMUP_STEPS,
@@ -75,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
             trials.runner.warn(text)
         print(
             f"this takes {options.budget_s:g} s at most (--budget-s): {plural(options.np, 'rank')} on "
-            f"{options.backend}, as they are; then, if that explains too little, with parts left out",
+            f"{normal.engine}, as they are; then, if that explains too little, with parts left out",
             flush=True,
         )
         with until_interrupted(trials):

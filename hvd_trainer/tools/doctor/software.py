@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -15,9 +16,11 @@ from hvd_trainer.horovod_build.facts import installed_version
 from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.findings import Finding, error, no_answer, ok, warning
 from hvd_trainer.tools.doctor.gpus import gpu_platform
-from hvd_trainer.utils.text import INSTALL_HOROVOD, plural
+from hvd_trainer.utils.text import INSTALL_HOROVOD, install_extra, plural
 
 PACKAGE = "hvd_trainer"
+EXTRAS = {"tools": "compare, diagnose, parity, show and verify-resume", "migrate": "migrate"}
+"""The extras that commands need, and these commands."""
 TESTED_PYTHON = (Version("3.10"), Version("3.14"))
 TESTED_TORCH = (Version("2.11"), Version("2.15"))
 
@@ -48,7 +51,7 @@ def check_packages(context: Context) -> list[Finding]:
         return [warning("packages", text, "pip install -e .")]
     unmet = [*unmet_requirements(PACKAGE), *(r for r in unmet_requirements("torchvision") if r.name == "torch")]
     if not unmet:
-        return [ok("packages", f"hvd_trainer {version} and all that it requires")]
+        return [ok("packages", f"hvd_trainer {version} and all that it requires"), *_missing_extras()]
     text = "; ".join(
         f"{installed_version(r.name) or 'no'} {r.name} is installed, where {r} is required" for r in unmet
     )
@@ -59,13 +62,22 @@ def check_packages(context: Context) -> list[Finding]:
     return [error("packages", text, f"pip install {words}")]
 
 
-def unmet_requirements(package: str) -> list[Requirement]:
-    """Return the requirements of an installed package, without its extras, that this environment does not meet."""
+def _missing_extras() -> Iterator[Finding]:
+    """Yield a warning for each extra whose commands need what is not installed."""
+    for extra, commands in EXTRAS.items():
+        names = [requirement.name for requirement in unmet_requirements(PACKAGE, extra)]
+        if names:
+            text = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing for {commands}"
+            yield warning(extra, text, install_extra(extra))
+
+
+def unmet_requirements(package: str, extra: str = "") -> list[Requirement]:
+    """Return the requirements of an installed package, and of an extra, that this environment does not meet."""
     try:
         required = map(Requirement, importlib.metadata.requires(package) or [])
     except importlib.metadata.PackageNotFoundError:
         return []
-    due = [r for r in required if r.marker is None or r.marker.evaluate({"extra": ""})]
+    due = [r for r in required if r.marker is None or r.marker.evaluate({"extra": extra})]
     return [r for r in due if not (version := installed_version(r.name)) or not _meets(version, r)]
 
 

@@ -17,6 +17,7 @@ from tyro.conf import Positional, arg
 from hvd_trainer.config.checks import Count, find_wrong_values, refuse
 from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.command import NP
 from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.utils.text import COMMAND, install_extra, plural
 
@@ -35,7 +36,7 @@ class Options:
     Exit codes: 0 all is migrated, 3 something is left, which is listed, 1 the two train otherwise, 2 a mistake.
     """
 
-    files: Annotated[Positional[tuple[Path, ...]], arg(metavar="FILE")]
+    files: Annotated[Positional[tuple[Path, ...]], arg(metavar="FILE", help_behavior_hint="")]
     """Python files, or folders with them and with scripts that start them"""
     write: bool = False
     """change the files"""
@@ -43,7 +44,7 @@ class Options:
     """change files with changes that git does not have, too"""
     prove: bool = False
     """train both, step by step alike, and say by parity whether they are the same"""
-    np: Count = 2
+    np: Annotated[Count, NP] = 2
     """ranks, for --prove"""
     steps: Count = 20
     """optimizer steps, for --prove"""
@@ -58,8 +59,7 @@ def main(argv: Sequence[str]) -> int:
         OptionError: a file cannot be migrated, or must not be changed.
     """
     place = [*argv, "--"].index("--")
-    own = ["--np" if word == "-np" else word for word in argv[:place]]
-    options = read_words(Options, own, program=f"{COMMAND} migrate")
+    options = read_words(Options, argv[:place], program=f"{COMMAND} migrate", job=" [-- WORD ...]")
     refuse(find_wrong_values(options).values())
     scripts = [path for path in options.files if path.suffix == ".py"]
     if not options.files or (options.prove and (options.write or not scripts)):

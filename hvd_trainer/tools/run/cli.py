@@ -18,15 +18,16 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from hvd_trainer.config.checks import Count, NonNegative, NonNegativeInt, Positive
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import BackendError, LaunchError
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, wait_for_launcher
+from hvd_trainer.launch.engine import AUTO, choose_engine
 from hvd_trainer.launch.launchers import forget_ranks
 from hvd_trainer.launch.world import detect, is_rank, may_be_first, own_job_warning
-from hvd_trainer.measure.command import option_values, read_command
+from hvd_trainer.measure.command import NP, read_command
 from hvd_trainer.measure.message import BACKEND
 from hvd_trainer.tools.run.descendants import run_guarded
 from hvd_trainer.tools.run.local_ranks import run_ranks
@@ -45,11 +46,12 @@ class Options:
     that calls torch.distributed runs on that, or on Horovod. The script stands behind --.
     """
 
-    np: Count | None = None
+    np: Annotated[Count | None, NP] = None
     """ranks to start on this machine, also in a shell of Slurm's, or a pod in which RANK is set; None: one, or
     those that a launcher has started"""
-    backend: Literal["horovod", "ddp"] = "ddp"
-    """the engine: Horovod, or native torch.distributed"""
+    backend: Literal["auto", "horovod", "ddp"] = "auto"
+    """the engine: Horovod, or native torch.distributed; auto: Horovod under horovodrun, if it is installed, else
+    ddp"""
     timeout_s: Positive | None = None
     """how long a rank may make no progress, in seconds, before the job ends with all ranks' stacks; None: they are
     reported after 600 s, and the job continues"""
@@ -146,14 +148,18 @@ def main(argv: Sequence[str]) -> int:
             f"launcher each of its processes is a rank"
         )
     os.environ.update(options.variables())
-    if option_values(argv[: argv.index("--")], "--backend"):
-        os.environ[BACKEND] = options.backend
+    engine: Any = choose_engine(options.backend, os.environ)
+    if options.backend != AUTO:
+        os.environ[BACKEND] = engine
+    elif world.is_first and world.launcher == "horovodrun" and engine == "ddp":
+        logger.warning(
+            "warning: Horovod is not installed here, so the script runs on ddp. Type: %s", INSTALL_HOROVOD
+        )
     from hvd_trainer.tools.run.script import run_script  # with torch, for which the parent of ranks need not wait
 
-    engine = EngineOptions(backend=options.backend, startup_timeout_s=options.startup_timeout_s)
     return run_script(
         job,
-        engine,
+        EngineOptions(backend=engine, startup_timeout_s=options.startup_timeout_s),
         timeout_s=options.timeout_s,
         bucket_mb=options.bucket_mb,
         check_ranks=options.check_ranks,

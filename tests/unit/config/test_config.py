@@ -349,7 +349,7 @@ def test_batch_plan_divides_the_global_batch() -> None:
         ("non_finite", "warn", "--non-finite must be one of error, skip, not 'warn'"),
         ("shard", "zero1", "--shard must be one of none, optimizer, full, not 'zero1'"),
         ("precision", "bf16-mixed", "--precision must be one of fp32, bf16, fp16, not 'bf16-mixed'"),
-        ("backend", "gloo", "--backend must be one of horovod, ddp, single, data-parallel, not 'gloo'"),
+        ("backend", "gloo", "--backend must be one of auto, horovod, ddp, single, data-parallel, not 'gloo'"),
         ("epochs", "3", "--epochs must be a whole number, 1 or more, not '3'"),
         ("epochs", 2.5, "--epochs must be a whole number, 1 or more, not 2.5"),
         ("epochs", True, "--epochs must be a whole number, 1 or more, not True"),
@@ -463,8 +463,8 @@ def test_options_that_do_not_go_with_the_launch_are_refused(typed: str, launch: 
 
 
 def test_all_mistakes_are_told_before_ranks_meet() -> None:
-    typed = "--epochs 0 --chunks 300 --requeue --momentum 1 --transport gloo"
+    typed = "--epochs 0 --chunks 300 --requeue --momentum 1 --transport mpi"
     with pytest.raises(OptionError) as caught:
         Trainer(parse(MnistOptions, typed.split()))
-    for said in ("--epochs must", "--chunks 300 cuts", "add --log-dir", "--optimizer sgd", "only DDP has it"):
+    for said in ("--epochs must", "--chunks 300 cuts", "add --log-dir", "--optimizer sgd", "only Horovod has it"):
         assert said in str(caught.value)

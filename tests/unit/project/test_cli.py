@@ -58,6 +58,44 @@ def test_version_and_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> No
     assert "usage: python -m hvd_trainer export" in capsys.readouterr().out
 
 
+HELP = """
+import sys
+from hvd_trainer import cli
+try:
+    cli.main([sys.argv[1], "--help"])
+finally:
+    print("torch" in sys.modules, "numpy" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("name", cli.MODULES)
+def test_help_of_a_command_needs_no_pytorch(name: str) -> None:
+    """That of five commands took 2.5 to 4 s, and all said `{None}|INT`."""
+    ended = subprocess.run([sys.executable, "-c", HELP, name], capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    *lines, imported = ended.stdout.splitlines()
+    assert imported.startswith("False"), imported
+    takes_job = name in ("run", "compare", "diagnose", "parity", "verify-resume")
+    assert lines[0].endswith(" -- JOB") == takes_job
+    assert ("-np " in ended.stdout) == ("--np " in ended.stdout) == (takes_job or name == "migrate")
+    assert not re.search(r"None\}|None,|default: \)", ended.stdout)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("run --np two -- x", "--np takes a whole number, and not 'two'."),
+        ("parity -np 2.5 -- x", "--np takes a whole number, and not '2.5'."),
+        # Its completion was for "python -m hvd_trainer compare", which no shell completes.
+        ("compare --tyro-print-completion bash", "Unrecognized options: --tyro-print-completion."),
+    ],
+)
+def test_wrong_words_are_one_sentence(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words.split())
+    assert capsys.readouterr().err == f"error: {said} Type: python -m hvd_trainer {words.split()[0]} --help\n"
+
+
 def test_messages_name_the_command_that_was_typed() -> None:
     ended = subprocess.run([SCRIPT, "comapre"], capture_output=True, text=True, timeout=240, check=False)
     assert (ended.returncode, ended.stderr.rpartition("? ")[2]) == (2, "Type: hvd-trainer --help\n")

@@ -50,6 +50,17 @@ def test_unmet_requirements_of_packages(tmp_path: Path, monkeypatch: pytest.Monk
     assert "'tqdm>=" in found.remedy
 
 
+def test_missing_packages_of_tools_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All was ok, and then no tool ran: "needs matplotlib and rich and scipy"."""
+    plant_package(tmp_path, "scipy", "0.1")
+    plant_package(tmp_path, "rich", "0.1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    first, found = run_checks("packages")
+    assert (first.status, found.status) == ("ok", "warning")
+    assert found.found == "rich and scipy are missing for compare, diagnose, parity, show and verify-resume"
+    assert re.fullmatch(r"pip install (-e )?'.*\[tools\]'", found.remedy)
+
+
 def test_pre_release_meets_what_its_release_meets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch in NVIDIA's containers is one, and pip was to replace it."""
     for version, is_met in (("2.11.0a0+nv26.1", True), ("2.10.0a0+nv25.9", False)):

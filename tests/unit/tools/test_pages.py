@@ -23,7 +23,7 @@ from hvd_trainer.tools.diagnose.report import Diagnosis, conclude
 from hvd_trainer.tools.parity import report as parity
 from hvd_trainer.tools.parity.comparison import Pair
 from hvd_trainer.tools.show import DISPLAYS
-from hvd_trainer.tools.verify_resume import Campaign, Killed
+from hvd_trainer.tools.verify_resume.cli import Campaign, Killed
 
 
 def write_comparison(folder: Path) -> Path:

@@ -291,7 +291,7 @@ def test_horovod_built_for_cpus_is_refused_on_a_gpu(
 ) -> None:
     """Horovod's background thread ended at the first GPU tensor: two ranks waited for 300 s, one rank for ever."""
     install(monkeypatch, Driver(device))
-    backend: Any = create(EngineOptions(), {})
+    backend: Any = create(EngineOptions(backend="horovod"), {})
     backend.session.devices = [torch.device(device)]
     backend.collectives.hvd = SimpleNamespace(
         cuda_built=lambda: "cuda" in built, rocm_built=lambda: "rocm" in built
@@ -304,7 +304,7 @@ def test_horovod_built_for_cpus_is_refused_on_a_gpu(
 
 
 def test_horovod_async_completion_is_set_on_gpus_only() -> None:
-    backend: Any = create(EngineOptions(), {})
+    backend: Any = create(EngineOptions(backend="horovod"), {})
     backend.collectives.hvd = SimpleNamespace(nccl_built=lambda: True)
     assert "HOROVOD_ENABLE_ASYNC_COMPLETION" not in backend._tuning()
     backend.session.devices = [GPU]
@@ -312,7 +312,7 @@ def test_horovod_async_completion_is_set_on_gpus_only() -> None:
 
 
 def test_horovod_nccl_abort_is_set_in_elastic_mode_only() -> None:
-    backend: Any = create(EngineOptions(), {})
+    backend: Any = create(EngineOptions(backend="horovod"), {})
     backend.collectives.hvd, backend.session.devices = SimpleNamespace(nccl_built=lambda: True), [GPU]
     assert "HOROVOD_NCCL_ABORT" not in backend._tuning()
     backend.session.driver = SimpleNamespace()

@@ -28,8 +28,8 @@ from typing import Literal, NamedTuple
 
 import psutil
 
-from hvd_trainer.config.checks import Count
 from hvd_trainer.errors import LaunchError, OptionError
+from hvd_trainer.launch.engine import choose_engine
 from hvd_trainer.launch.world import detect
 from hvd_trainer.measure.command import read_command
 from hvd_trainer.measure.failure_reason import why_it_failed, why_no_step
@@ -43,6 +43,7 @@ from hvd_trainer.measure.report import Bar, Bars, Report, Table, Verdict
 from hvd_trainer.measure.start import Start, find_processes, launched, run_to_end
 from hvd_trainer.measure.steps import FIRST_STEP
 from hvd_trainer.measure.tool_folder import locked_folder
+from hvd_trainer.tools.verify_resume.options import Options
 from hvd_trainer.utils.text import COMMAND, plural
 
 TWO_RANKS = (
@@ -58,33 +59,6 @@ RANKS_APART = (
 )
 Who = Literal["rank", "launcher", "save"]
 END_S, AFTER_KILL_S, SETTLE_S, POLL_S, SAVE_S = 3600.0, 180.0, 45.0, 0.005, 0.5
-
-
-@dataclass(frozen=True)
-class Options:
-    """Kill a training again and again, and prove that nothing was lost.
-
-    The script behind -- runs once undisturbed. Then it runs again, and ranks and the launcher are killed at random
-    moments, a third of them inside a save; after each kill the same command continues. In the end both must have
-    trained the same weights, to the last bit. Each of the two has a working folder of its own; where the script is
-    told its checkpoint, write {folder}: a job that is built on the Trainer needs --log-dir {folder}/log --resume
-    auto.
-
-    Exit codes: 0 nothing was lost, 1 something was, 2 a mistake, or a run failed.
-    """
-
-    kills: Count = 12
-    """how many"""
-    backend: Literal["horovod", "ddp"] = "horovod"
-    """the engine"""
-    np: Count = 3
-    """ranks, as many as the job has; two cannot show the order of sums"""
-    seed: int = 0
-    """of moments and victims"""
-    keep: bool = False
-    """keep the folder of both runs"""
-    out: Path = Path("runs/verify-resume")
-    """folder for resume.html, .md and .json"""
 
 
 class Killed(NamedTuple):
@@ -404,7 +378,7 @@ def main(argv: Sequence[str]) -> int:
     ran = Ran.now(f"{COMMAND} verify-resume", argv)
     options, job = read_command("verify-resume", Options, argv)
     check_installed("jinja2", "rich")
-    script = Script(job, options.backend, options.np)
+    script = Script(job, choose_engine(options.backend, os.environ), options.np)
     with locked_folder(options.out, "verify-resume") as out:
         folder = Path(tempfile.mkdtemp(prefix="hvd_trainer-verify-"))
         try:
