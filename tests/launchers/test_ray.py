@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from launchers import SUPPORT, Result, launch, requires, run_ranks
-from trainings import fit_small
+from trainings import fit_small_rank
 
 pytestmark = requires("ray", "horovod")
 
@@ -23,17 +23,11 @@ def results(folder: Path, workers: int = 3) -> list[Any]:
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(workers)]
 
 
-def fit_alone() -> tuple[int, list[Any]]:
-    """Return what ranks give that nobody but a launcher of this package's tests has started."""
-    trained = fit_small("ddp")
-    return trained[1][0], trained
-
-
 @pytest.mark.parametrize("workers", [3, pytest.param(2, marks=pytest.mark.long)])
 def test_workers_train_on_either_engine_and_by_horovods_api(workers: int, tmp_path: Path) -> None:
     """It ended in a port that was bound twice. The numbers are those of any other launcher."""
     train_in_ray("trains", tmp_path, workers=workers)
-    alone = run_ranks(fit_alone, num_processes=workers)
+    alone = run_ranks(fit_small_rank, num_processes=workers)
     found = results(tmp_path, workers)
     assert [result["ddp"] for result in found] == [result["horovod"] for result in found] == alone
     assert len({json.dumps(result["hvd"]) for result in found}) == 1
@@ -47,7 +41,7 @@ def test_killed_worker_is_started_again_and_resumes(what: str, tmp_path: Path) -
     result = train_in_ray(what, tmp_path, "--nodes", "2", "--again", "1")
     assert (tmp_path / "killed").exists()
     assert re.search("failure: rank 2 of 3 .*, step 10, step: ended without a word", result.stdout + result.stderr)
-    alone = run_ranks(fit_alone, num_processes=3)
+    alone = run_ranks(fit_small_rank, num_processes=3)
     assert [trained[0] for trained in results(tmp_path)] == [trained[0] for trained in alone]
     (metrics,) = re.findall("^metrics (.*)", result.stdout, re.MULTILINE)
     assert json.loads(metrics)["epoch"] == 4
