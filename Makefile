@@ -110,11 +110,11 @@ $(STAMPS)/package: $(STAMPS)/venv $(REQUIREMENTS)
 	@touch $@
 
 $(STAMPS)/test: $(STAMPS)/package
-	$(INSTALL) -e '.[test]'
+	$(INSTALL) -e '.[test,clusters]'
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/package
-	$(INSTALL) -e '.[test,dev,wandb,mlflow]'
+	$(INSTALL) -e '.[test,clusters,dev,wandb,mlflow]'
 	@touch $@
 
 $(STAMPS)/docs: $(STAMPS)/package

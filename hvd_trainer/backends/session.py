@@ -210,6 +210,7 @@ class Session:
             agent=_parent_identity() if self.world.launcher == "torchrun" else "",
             pid=os.getpid(),
             start_time=start_time(os.getpid()) if monitored else "",
+            thread=stack_dump.follow_thread(),
             past_worlds=0 if self.driver is None else self.driver.past_worlds,
             stacks_fd=stacks_fd,
             status_fd=status_fd,

@@ -52,11 +52,12 @@ class LocalRanks:
         return None if status is None else Heartbeat(*status.read())
 
     def ending(self, rank: int) -> tuple[str, str]:
-        """Return how a rank has ended that is gone, and the main thread's stack if a fatal signal has ended it."""
+        """Return how a rank has ended that is gone, and its stack if a fatal signal has ended it."""
         if rank in self._records:
             record = os.pread(self._records[rank], MAX_RECORD_BYTES, 0).decode(errors="replace")
             if name := stack_dump.fatal_signal(record):
-                return f"was ended by {name}; its own output may say why", stack_dump.main_thread_section(record)
+                stack = stack_dump.training_section(record, self._peers[rank].thread)
+                return f"was ended by {name}; its own output may say why", stack
         return ENDED_SILENTLY, ""
 
     def silent_neighbours(self, silent: Sequence[int]) -> list[int]:

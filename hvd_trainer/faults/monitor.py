@@ -11,7 +11,6 @@ import os
 import queue
 import selectors
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -208,7 +207,7 @@ class Monitor(ABC):
         for answer in answers:
             if answer.rank == self.world.rank:
                 answer.calls = collectives.recent()
-                answer.line = stack_dump.users_line(stack_dump.main_thread())
+                answer.line = stack_dump.users_line(stack_dump.training_stack())
         return answers
 
     def add_channel(self, rank: int, channel: Channel) -> None:
@@ -292,7 +291,7 @@ class Monitor(ABC):
         for call in collectives.unfinished():
             for rank, done in self.done.items():
                 if not call.is_named and missing_in(call, {rank: done.calls}):
-                    stack = stack_dump.main_thread_section(stack_dump.own_stacks())
+                    stack = stack_dump.training_section(stack_dump.own_stacks())
                     event = Event("waits", self.world.rank, f"waits in {call.text}", stack, True, rank)
                     self.handle(self.world.rank, RankEnded(event=event, heartbeat=self.own_heartbeat()))
                     return
@@ -381,6 +380,5 @@ def _encodable(text: str) -> str:
 
 
 def _is_debugged() -> bool:
-    """Return True if pdb steps through the main thread: then there is no time limit."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return frame is not None and frame.f_trace is not None
+    """Return True if pdb steps through the thread that trains: then there is no time limit."""
+    return any(frame.f_trace is not None for frame in stack_dump.training_stack()[-1:])

@@ -117,7 +117,7 @@ class MonitorClient(Monitor):
             peers=self.peers,
             heartbeat=heartbeat,
             what=what,
-            detail=detail or stack_dump.main_thread_section(stacks.get(0, "")),
+            detail=detail or stack_dump.training_section(stacks.get(0, ""), self.peers[0].thread),
             others=[
                 describe_rank(
                     self.world.rank, self.own_heartbeat(), {self.world.rank: own.calls}, self._line or own.line

@@ -252,7 +252,7 @@ class MonitorServer(Monitor):
             missing = [rank for rank in missing_in(call, self._calls) if rank in inquiry.stacks]
             if missing:
                 rank = next((rank for rank in missing if not inquiry.heartbeats[rank].is_waiting), missing[0])
-                stack = stack_dump.main_thread_section(inquiry.stacks.get(rank, "")).rstrip()
+                stack = stack_dump.training_section(inquiry.stacks.get(rank, ""), self.peers[rank].thread).rstrip()
                 return Failure(
                     rank=rank,
                     peers=self.peers,
@@ -347,7 +347,7 @@ class MonitorServer(Monitor):
         }[stall.kind]
         is_awaited = stall.kind in ("crossed", "overdue") and heartbeat.is_waiting
         folder = failure_report.report_folder(self.log_folder, self._token)
-        main_thread = "" if is_awaited else stack_dump.main_thread_section(inquiry.stacks.get(rank, ""))
+        text, thread = inquiry.stacks.get(rank, ""), self.peers[rank].thread
         failure = Failure(
             title=STALL if goes_on else "failure",
             rank=rank,
@@ -355,7 +355,7 @@ class MonitorServer(Monitor):
             heartbeat=inquiry.statuses.get(rank, heartbeat),
             what=what,
             is_last_known=stall.kind == "silent" and rank not in inquiry.statuses,
-            detail=main_thread,
+            detail="" if is_awaited else stack_dump.training_section(text, thread),
             others=self._others(*(() if is_awaited else (rank,))),
             folder=str(folder),
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 from hvd_trainer.faults import collectives
 from hvd_trainer.faults.activity import BACKWARD, COLLECTIVE, END, Activity
-from hvd_trainer.faults.stack_dump import main_thread, module_of, users_part
+from hvd_trainer.faults.stack_dump import module_of, training_stack, users_part
 from hvd_trainer.utils.threads import start_thread
 
 LOOK_EVERY_S = 1.0
@@ -116,7 +116,7 @@ class ScriptWatch:
     def _run(self) -> None:
         last: Any = None
         while not self._is_closing.wait(LOOK_EVERY_S):
-            stack = main_thread()
+            stack = training_stack()
             assert self._activity is not None
             phase = phase_of(stack)
             seen = itertools.takewhile(lambda frame: not _is_in(frame, POLLING), stack)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -37,9 +37,31 @@ def users_part(frames: Sequence[FrameType]) -> Sequence[FrameType]:
     return frames[: len(frames) - len([*inside])]
 
 
-def main_thread() -> list[FrameType]:
-    """Return the main thread's frames, the outermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+_followed: int | None = None
+"""number of the thread that has called `follow_thread` last"""
+
+
+def follow_thread() -> int:
+    """Take the calling thread for the one that trains; return its number.
+
+    It is the main thread under most launchers. Ray Train and notebooks' servers call a function in another one,
+    and the main thread's stack says nothing of that.
+    """
+    global _followed
+    _followed = threading.get_ident()
+    return _followed
+
+
+def _training_thread(frames: Mapping[int, FrameType]) -> int:
+    """Return the number of the thread that trains; the main thread's if that has ended, or there is none yet."""
+    main = threading.main_thread().ident or 0
+    return main if _followed is None or _followed not in frames else _followed
+
+
+def training_stack() -> list[FrameType]:
+    """Return the frames of the thread that trains, the outermost first."""
+    frames = sys._current_frames()
+    frame = frames.get(_training_thread(frames))
     return [frame for frame, _ in traceback.walk_stack(frame)][::-1]
 
 
@@ -54,23 +76,28 @@ def users_line(frames: Sequence[FrameType], line: int | None = None) -> str:
 
 
 def own_stacks() -> str:
-    """Return the stacks of all threads but the calling one, the main thread's first."""
+    """Return the stacks of all threads but the calling one, that of the thread that trains first."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     threads = {thread.ident: thread for thread in threading.enumerate()}
-    main = threading.main_thread().ident
+    training = _training_thread(frames)
     parts = []
-    for number in sorted(frames, key=lambda number: number != main):
+    for number in sorted(frames, key=lambda number: number != training):
         name = threads[number].name if number in threads else str(number)
         parts.append(f"Thread {name}, most recent call last:\n" + "".join(traceback.format_stack(frames[number])))
     return "\n".join(parts)
 
 
-def main_thread_section(text: str) -> str:
-    """Return the main thread's stack: the first paragraph of `own_stacks`, the last one of faulthandler's."""
+def training_section(text: str, thread: int = 0) -> str:
+    """Return the stack of the thread that trains: the first paragraph of `own_stacks`, or one of faulthandler's.
+
+    Args:
+        thread: its number, by which faulthandler names it; the main thread's stands last there.
+    """
     paragraphs = text.strip().split("\n\n")
     by_faulthandler = [part for part in paragraphs if "(most recent call first)" in part]
-    return by_faulthandler[-1] if by_faulthandler else paragraphs[0]
+    named = [part for part in by_faulthandler if f"0x{thread:016x}" in part]
+    return (named or by_faulthandler[-1:] or paragraphs)[0]
 
 
 def fatal_signal(text: str) -> str:

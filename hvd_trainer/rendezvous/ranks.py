@@ -41,6 +41,8 @@ class RankInfo:
     pid: int = 0
     start_time: str = ""
     """of the process: machines and containers may share names, and process numbers are reused"""
+    thread: int = 0
+    """number of the thread that trains"""
     past_worlds: int = 0
     """how many worlds it has been in before, in elastic mode"""
     stacks_fd: int | None = None

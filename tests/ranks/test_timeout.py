@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from combinations import case
-from launchers import LaunchError, run_ranks
+from launchers import QUICKEST, SUPPORT, LaunchError, launch, run_ranks
 
 from hvd_trainer import EngineOptions, backends
 
@@ -39,3 +41,40 @@ def test_exchange_times_out(backend: str, launcher: str, message: str) -> None:
     with pytest.raises(LaunchError, match=told):
         run_ranks(wait_for_a_stuck_rank, num_processes=2, launcher=launcher, args=(backend,), timeout_s=120)
     assert time.monotonic() - started < STUCK_S - 10
+
+
+IN_A_THREAD = """
+import os, signal, sys, threading
+from trainings import fit_small
+from hvd_trainer import Callback
+
+def planted_wait():
+    threading.Event().wait(60)
+
+def planted_stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+class Stop(Callback):
+    def on_step_end(self, run, result):
+        if run.world.rank == 1:
+            globals()[sys.argv[1]]()
+
+def train():
+    fit_small("ddp", [Stop()], timeout_s=3.0)
+
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize("planted", ["planted_wait", "planted_stop"])
+def test_report_has_the_stack_of_the_thread_that_trains(planted: str, tmp_path: Path) -> None:
+    """Ray Train calls the function in a thread. The report had the stack of the main one, which waits."""
+    script = tmp_path / "script.py"
+    script.write_text(IN_A_THREAD)
+    env = {"PYTHONPATH": str(SUPPORT)}
+    result = launch(QUICKEST, 3, [str(script), planted], env=env, check=False)
+    told = re.search(r"failure: rank 1 of 3 .*\n(?:(?!rank 0: ).*\n)*?.* in fit_small\n", result.stderr)
+    assert told is not None, result.stderr
+    assert "threading.py" not in told[0].splitlines()[1]

@@ -60,6 +60,7 @@ def _missing_hosts() -> str | None:
 PACKAGES = {
     "ch-run": "charliecloud",
     "git": "git",
+    "java": "default-jre-headless",
     "mpicxx": "libopenmpi-dev",
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
@@ -75,14 +76,20 @@ def _missing_program(name: str) -> str | None:
     return None if found else f"no {name} on this machine: apt-get install {PACKAGES[name]}"
 
 
-def _missing_mpi4py() -> str | None:
-    return None if importlib.util.find_spec("mpi4py") else "mpi4py is not installed: pip install mpi4py"
+def _missing_module(name: str, extra: str) -> str | None:
+    if importlib.util.find_spec(name):
+        return None
+    return f"{name} is not installed: pip install -c constraints.txt '.[{extra}]'"
+
+
+def _missing_spark() -> str | None:
+    return _missing_module("pyspark", "clusters") or _missing_program("java")
 
 
 def missing(name: str) -> str | None:
     """Return why a launcher cannot be used here; None where it can.
 
-    Also "horovod" under any launcher, "hosts" of namespaces, "mpi4py", and the programs in `PACKAGES`.
+    Also "horovod" under any launcher, "hosts" of namespaces, "mpi4py", "ray", "spark", and programs.
 
     Raises:
         ValueError: no such name.
@@ -92,8 +99,10 @@ def missing(name: str) -> str | None:
         "horovod": _missing_horovod,
         "horovodrun": _missing_horovod,
         "hosts": _missing_hosts,
-        "mpi4py": _missing_mpi4py,
+        "mpi4py": partial(_missing_module, "mpi4py", "test"),
         "mpirun": _missing_mpirun,
+        "ray": partial(_missing_module, "ray", "clusters"),
+        "spark": _missing_spark,
         "srun": slurm_cluster.missing,
         "torchrun": lambda: None,
         "python": lambda: None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,24 @@ def signs(num: int) -> TensorData:
     """Return six numbers per sample, and whether their sum is positive."""
     inputs = torch.randn(num, 6, generator=torch.Generator().manual_seed(1))
     return TensorData(inputs, (inputs.sum(1) > 0).long(), name="signs")
+
+
+def fit_small(engine: str, callbacks: Sequence[Callback] = (), **options: Any) -> list[Any]:
+    """Train a small network; return the digest of its weights, and the rank's place on its node and the nodes'."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    chosen = options_of(engine, **{"epochs": 4, "batch_size": 4, "device": "cpu", **options})
+    with Trainer(chosen) as trainer:
+        trainer.fit(model, optimizer, nn.functional.cross_entropy, signs(48), signs(12), callbacks=callbacks)
+        world = trainer.world
+    return [digest(model.state_dict()), [world.local_rank, world.local_size, world.node_rank, world.num_nodes]]
+
+
+def fit_small_rank(engine: str = "ddp") -> tuple[int, list[Any]]:
+    """Return the rank, by its number on the node, and what `fit_small` gives there."""
+    trained = fit_small(engine)
+    return trained[1][0], trained
 
 
 class StoppedError(Exception):

@@ -1,0 +1,55 @@
+"""Ranks that Spark has started by its TorchDistributor: in the driver, or one in each executor."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+from combinations import case
+from launchers import SUPPORT, requires, run_ranks, start
+from trainings import fit_small_rank
+from waiting import wait_for
+
+pytestmark = requires("spark")
+
+# Spark would ask for this machine's name.
+VARIABLES: Mapping[str, str] = {"SPARK_LOCAL_IP": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("master", "kind", "engine", "processes"),
+    [
+        case("local[2]", "function", "horovod", 3),
+        case("local[2]", "file", "ddp", 2, when="long"),
+        case("local-cluster[3,1,1024]", "file", "horovod", 3, when="long"),
+        case("local-cluster[2,1,1024]", "function", "ddp", 2, when="long"),
+    ],
+)
+def test_ranks_of_spark_train_as_any_others(
+    master: str, kind: str, engine: str, processes: int, tmp_path: Path
+) -> None:
+    argv = [str(SUPPORT / "spark_job.py"), master, str(processes), kind, str(tmp_path), engine]
+    with start("python", 1, argv, env=VARIABLES, cwd=tmp_path) as job:
+        result = job.wait(400)
+        assert result.returncode == 0, job.report("failed")
+    found = [json.loads((tmp_path / f"rank-{rank}.json").read_text())[0] for rank in range(processes)]
+    assert found == [trained[0] for trained in run_ranks(fit_small_rank, num_processes=processes)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", [case("ddp"), case("horovod")])
+def test_killed_executor_ends_the_job_with_its_ranks_name(engine: str, tmp_path: Path) -> None:
+    master = "local-cluster[3,1,1024]"
+    argv = [str(SUPPORT / "spark_job.py"), master, "3", "file", str(tmp_path), engine, "1.0"]
+    with start("python", 1, argv, env=VARIABLES, cwd=tmp_path) as job:
+        file = tmp_path / "rank-2.pid"
+        rank = psutil.Process(int(wait_for(lambda: file.exists() and file.read_text(), 200)))
+        executor = next(parent for parent in rank.parents() if parent.name() == "java")
+        executor.kill()
+        result = job.wait(200)
+    assert result.returncode != 0
+    assert re.search("failure: rank 2 of 3 ", result.stdout + result.stderr), result.stderr
