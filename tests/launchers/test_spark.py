@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 from combinations import case
-from launchers import SUPPORT, requires, run_ranks, start
+from launchers import REPOSITORY, SUPPORT, launch, requires, run_ranks, start
 from trainings import fit_small_rank
 from waiting import wait_for
 
@@ -26,18 +27,23 @@ VARIABLES: Mapping[str, str] = {"SPARK_LOCAL_IP": "127.0.0.1"}
         case("local[2]", "function", "horovod", 3),
         case("local[2]", "file", "ddp", 2, when="long"),
         case("local-cluster[3,1,1024]", "file", "horovod", 3, when="long"),
-        case("local-cluster[2,1,1024]", "function", "ddp", 2, when="long"),
     ],
 )
 def test_ranks_of_spark_train_as_any_others(
     master: str, kind: str, engine: str, processes: int, tmp_path: Path
 ) -> None:
     argv = [str(SUPPORT / "spark_job.py"), master, str(processes), kind, str(tmp_path), engine]
-    with start("python", 1, argv, env=VARIABLES, cwd=tmp_path) as job:
-        result = job.wait(400)
-        assert result.returncode == 0, job.report("failed")
+    launch("python", 1, argv, env=VARIABLES, cwd=tmp_path, timeout_s=400)
     found = [json.loads((tmp_path / f"rank-{rank}.json").read_text())[0] for rank in range(processes)]
     assert found == [trained[0] for trained in run_ranks(fit_small_rank, num_processes=processes)]
+
+
+@pytest.mark.long
+def test_line_of_the_page_runs(tmp_path: Path) -> None:
+    shutil.copy(REPOSITORY / "examples/first_job.py", tmp_path / "job.py")
+    argv = [str(SUPPORT / "spark_job.py"), "local-cluster[2,1,1024]", "2", "page"]
+    result = launch("python", 1, argv, env=VARIABLES, cwd=tmp_path, timeout_s=400)
+    assert "2 ranks on 2 nodes, started by torchrun" in result.stdout + result.stderr
 
 
 @pytest.mark.long

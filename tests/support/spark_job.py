@@ -1,4 +1,4 @@
-"""Train by Spark's TorchDistributor: ``spark_job.py MASTER PROCESSES function|file FOLDER ENGINE [SECONDS]``.
+"""Train by Spark's TorchDistributor: ``spark_job.py MASTER PROCESSES function|file|page FOLDER ENGINE [SECONDS]``.
 
 MASTER is `local[N]`, where the ranks are the driver's, or `local-cluster[N,1,1024]`, where each executor has one.
 """
@@ -9,9 +9,11 @@ import os
 import sys
 from pathlib import Path
 
+import documents
 from pyspark.ml.torch.distributor import TorchDistributor
 from pyspark.sql import SparkSession
 
+(LINE,) = (block.text for block in documents.blocks("docs/cluster.md") if "TorchDistributor(" in block.text)
 SUPPORT = str(Path(__file__).parent)
 
 
@@ -33,7 +35,9 @@ def main(master: str, processes: int, kind: str, *arguments: str) -> None:
     try:
         local = not master.startswith("local-cluster")
         distributor = TorchDistributor(num_processes=processes, local_mode=local, use_gpu=False)
-        if kind == "file":
+        if kind == "page":
+            exec(LINE)
+        elif kind == "file":
             distributor.run(f"{SUPPORT}/spark_rank.py", *arguments)
         else:
             assert distributor.run(train, *arguments) == 0
