@@ -72,7 +72,7 @@ def launched(start: Start, folder: Path, output: Path) -> Iterator[subprocess.Po
         output: the file to which what they print is appended.
     """
     # Whatever launcher may have started the tool: its ranks are not those of the run.
-    others = {name for launcher in LAUNCHERS for name in launcher.variables()}
+    others = {name for launcher in LAUNCHERS for name in launcher.traces() - {launcher.port}}
     environment = {
         **{n: value for n, value in os.environ.items() if n not in others and not n.startswith(start.left_out)},
         # By itself torchrun gives many ranks one thread each, and a single rank all cores.

@@ -58,4 +58,6 @@ def test_killed_executor_ends_the_job_with_its_ranks_name(engine: str, tmp_path:
         executor.kill()
         result = job.wait(200)
     assert result.returncode != 0
-    assert re.search("failure: rank 2 of 3 ", result.stdout + result.stderr), result.stderr
+    assert "barrier task ResultTask(0, 2) finished unsuccessfully" in result.stderr, "Spark's name of rank 2"
+    printed = "".join(file.read_text() for file in tmp_path.glob("spark/work/*/*/stderr"))
+    assert re.findall(r"failure: (rank \d) of 3 ", printed) == ["rank 2"]

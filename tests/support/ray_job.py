@@ -106,7 +106,6 @@ def main() -> None:
     parser.add_argument("--again", type=int, default=0)
     options = parser.parse_args()
     with ExitStack() as ending:
-        ending.callback(ray.shutdown)
         if options.nodes == 1:
             ray.init(num_cpus=2)
         else:
@@ -115,6 +114,7 @@ def main() -> None:
             for _ in range(1, options.nodes):
                 cluster.add_node(num_cpus=2)
             ray.init(address=cluster.address)
+        ending.callback(ray.shutdown)
         result = TorchTrainer(
             work,
             train_loop_config={"folder": str(options.folder), "what": options.what},

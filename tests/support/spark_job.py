@@ -1,6 +1,7 @@
 """Train by Spark's TorchDistributor: ``spark_job.py MASTER PROCESSES function|file|page FOLDER ENGINE [SECONDS]``.
 
-MASTER is `local[N]`, where the ranks are the driver's, or `local-cluster[N,1,1024]`, where each executor has one.
+It is started in an empty folder. MASTER is `local[N]`, where the ranks are the driver's, or
+`local-cluster[N,1,1024]`, where each executor has one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import documents
+import pyspark
 from pyspark.ml.torch.distributor import TorchDistributor
 from pyspark.sql import SparkSession
 
@@ -30,6 +32,12 @@ def train(*arguments: str) -> int:
 def main(master: str, processes: int, kind: str, *arguments: str) -> None:
     """Start Spark, and the ranks."""
     os.environ["PYSPARK_PYTHON"] = sys.executable
+    # Executors work, and keep what they print, in a folder `work` there.
+    home = Path("spark").absolute()
+    home.mkdir()
+    for entry in Path(pyspark.__file__).parent.iterdir():
+        (home / entry.name).symlink_to(entry)
+    os.environ["SPARK_HOME"] = str(home)
     settings = {"spark.ui.enabled": "false", "spark.executor.memory": "512m", "spark.driver.memory": "512m"}
     session = SparkSession.builder.master(master).config(map=settings).getOrCreate()
     try:

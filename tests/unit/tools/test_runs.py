@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import environments
 import numpy as np
 import psutil
 import pytest
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.launch.world import World, detect
 from hvd_trainer.measure import machine
 from hvd_trainer.measure.command import read_command, read_job
 from hvd_trainer.measure.failure_reason import why_it_failed
@@ -302,6 +304,19 @@ def test_launched_ends_all_processes(tmp_path: Path) -> None:
         assert (environment[MARK], environment["OMP_NUM_THREADS"]) == (str(tmp_path), "3")
         assert len(find_processes(tmp_path)) == 2
     assert not find_processes(tmp_path)
+
+
+@pytest.mark.parametrize("shell", ["salloc_interactive", "pals_2_nodes", "torchrun_2", "pytorchjob_v1"])
+def test_run_is_no_rank_of_what_the_tool_was_started_by(
+    shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an interactive shell of Slurm a run of one process was refused: half of a step's variables were left."""
+    for name, value in environments.CASES[shell][0].items():
+        monkeypatch.setenv(name, value)
+    with launched(Start([sys.executable, "-c", SLOW]), tmp_path, tmp_path / "output") as process:
+        while not find_processes(tmp_path):
+            time.sleep(0.01)
+        assert detect(psutil.Process(process.pid).environ()) == World()
 
 
 @pytest.mark.parametrize(
