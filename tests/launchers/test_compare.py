@@ -20,7 +20,7 @@ from hvd_trainer.measure.trials import read_runs
 
 pytestmark = pytest.mark.warm
 
-DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "1")
+DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits", "--repeat", "1", "--epochs", "1")
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 

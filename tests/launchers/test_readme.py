@@ -76,6 +76,8 @@ TYPED_ELSEWHERE = {
         )
     },
     "hvd-trainer run -np 2 -- train.py": ("test_run.py", '"-np", 2'),
+    "torchrun --nproc-per-node 2 train.py": (OWN, "test_a_script_needs_no_more_than_another_import"),
+    "hvd-trainer compare -np 2 -- train.py --epochs 1": ("test_compare.py", "test_compare_takes_any_script"),
     "hvd-trainer run -np 2 --backend horovod -- train.py": ("test_run.py", '"-np", 2'),
     IMPORT: (OWN, "test_a_script_needs_no_more_than_another_import"),
     "git clone ADDRESS hvd_trainer": ("test_docs.py", "git clone"),
@@ -102,7 +104,7 @@ TYPED_ELSEWHERE = {
         ("test_gpu_test.py", "test_documented_command_without_a_gpu_says_so"),
     ),
     "source .venv/bin/activate": ("Makefile", "-m venv"),
-    "pip install -c constraints.txt .": ("Makefile", "install -c constraints.txt"),
+    "pip install -c constraints.txt '.[tools,migrate]'": ("Makefile", "install -c constraints.txt"),
     "hvd-trainer install-horovod": ("test_install_horovod.py", '"install-horovod"'),
     "hvd-trainer verify-resume -np 3 --kills 12 -- train.py --snapshot snapshot.pt": (
         *("test_verify_resume.py", '"verify-resume"'),
