@@ -26,7 +26,8 @@ from hvd_trainer import cli
 
 pytestmark = pytest.mark.warm
 
-MAIN = "horovodrun -np 4 python -m hvd_trainer.mnist --data-dir ../shared/data/mnist"
+MAIN = "horovodrun -np 4 python -m hvd_trainer.mnist"
+WITH_DATA = f"{MAIN} --data-dir ../shared/data/mnist"
 BY_HAND = next(command for command in documents.commands() if command.startswith("export WORLD_SIZE"))
 IMPORT = next(command for command in documents.commands() if command.startswith("sed"))
 BATCH_LINES = [command for command in documents.commands() if "--hostfile" in command]
@@ -62,7 +63,7 @@ TYPED_ELSEWHERE = {
         "test_mpi.py",
         '"--transport", "mpi"',
     ),
-    'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=../shared/data/mnist NP=2': (
+    'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=path/to/mnist NP=2': (
         *(OWN, "test_make_ends_with_what_is_said"),
     ),
     'make test PYTEST_ARGS="tests/ranks/test_trainer.py -k test_decay"': (OWN, "test_make_ends_with_what_is_said"),
@@ -336,7 +337,7 @@ def test_the_printed_output_is_the_documented_one(
         request.getfixturevalue("mnist_dir")
     shown = [block.text.splitlines() for block in documents.blocks(TRANSCRIPTS[command])]
     (transcript,) = (lines[1:] for lines in shown if lines[0] == f"$ {command}")
-    printed = typed(command, root).stdout.splitlines()
+    printed = typed(WITH_DATA if command == MAIN else command, root).stdout.splitlines()
     assert [*map(in_form, printed)] == [*map(in_form, transcript)]
     for lines in (printed, transcript):
         accuracy = re.search(r"val accuracy ([\d.]+)%", lines[-1])
@@ -353,10 +354,10 @@ TESTED = (
 @pytest.mark.parametrize(
     ("command", "end"),
     [
-        ("make mnist", "horovodrun -np 4 python -m hvd_trainer.mnist"),
+        ("make mnist", MAIN),
         (
-            'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=../shared/data/mnist NP=2',
-            f"{MAIN.replace('-np 4', '-np 2')} --epochs 1 --backend ddp",
+            'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=path/to/mnist NP=2',
+            f"{MAIN.replace('-np 4', '-np 2')} --data-dir path/to/mnist --epochs 1 --backend ddp",
         ),
         ("make test", TESTED),
         (
