@@ -19,7 +19,7 @@ from benchmarks import prepare_environment
 from hvd_trainer.measure.command import command_for
 from hvd_trainer.measure.start import Start, run_to_end
 
-JOB = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "1", "--batch-size", "256"]
+JOB = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--repeat", "1", "--epochs", "1", "--batch-size", "256"]
 WORDS = ("terminate called", "Traceback", "Fatal", "Signal", "error:")
 """What a bad end prints, also where the launcher's exit code hides it."""
 

@@ -29,6 +29,8 @@ PAGES = {
 ORIGINS = {page: origin for origin, page in PAGES.items()}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 EXTERNAL = re.compile(r"<(?:script|link|img)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//")
+CODE = re.compile(r"(?<=<code>)[^<]*(?=</code>)")
+HYPHENATED = re.compile(r"\S*-\S*")
 SOURCE = re.compile(r"^ +Source = (\S+)$", re.MULTILINE)
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
 
@@ -85,6 +87,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return posixpath.relpath(target, posixpath.dirname(here) or ".")
 
     return LINK.sub(rewrite, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mark each word with a hyphen in inline code, such as an option, for docs/site.css: no line breaks in it."""
+    return CODE.sub(lambda code: HYPHENATED.sub(r'<span class="word">\g<0></span>', code[0]), html)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

@@ -36,7 +36,7 @@ power of two the last bit may differ even so, as DDP divides before the sum.
 The third changes the file; with changes in it that git does not have, only with `--force`. A folder is migrated
 together: models, and `hvd` itself, are followed through calls from file to file; files that do not import each
 other decide for themselves. `horovodrun` in shell scripts
-and READMEs beside the files becomes torchrun. `pip install 'hvd_trainer[migrate]'` brings what it needs.
+and READMEs beside the files becomes torchrun. The last line says how to start it.
 
 Comments and messages that name Horovod stay, as their author knows what of them still holds; their lines are
 listed. Only a leading `Horovod:`, and names of migrated calls, are put right, and a line that goes takes its

@@ -25,8 +25,6 @@ from hvd_trainer.utils.files import UNREADABLE, default_data_dir
 MEAN, STD = 0.1307, 0.3081
 CLASSES = 10
 DIGITS = Path(__file__).parent / "digits/digits.csv.gz"
-STAND_IN_TIMES = 12
-"""How often an epoch trains on each of the digits in MNIST's place: on 4 ranks once would be 3 steps."""
 SPLITS = ("train", "t10k")
 IMAGES, LABELS = "{}-images-idx3-ubyte", "{}-labels-idx1-ubyte"
 """Names of MNIST's files, by the split."""
@@ -56,16 +54,16 @@ def load_images(options: ImageOptions, backend: Backend) -> Images:
     """
     folder = Path(options.data_dir).expanduser() if options.data_dir else default_data_dir()
     if options.dataset == "digits":
-        return load_digits()
+        return load_digits(options.repeat)
     must = options.dataset == "mnist" or options.data_dir is not None
     trouble = once_per_node(backend, lambda: fetch_mnist(folder))
     if not trouble:
         return on_every_rank(backend, lambda: load_mnist(folder))
     if must:
         raise SharedDataError(f"{trouble[0]}. {HOW}. Or train on the embedded digits: --dataset digits")
-    digits = load_digits(times=STAND_IN_TIMES)
-    count = len(digits.train) // STAND_IN_TIMES
-    note = f"No MNIST, so this run trains on {count:,} embedded digits, {STAND_IN_TIMES} times each in an epoch: "
+    digits = load_digits(options.repeat)
+    count = len(digits.train) // options.repeat
+    note = f"No MNIST, so this run trains on {count:,} embedded digits, {options.repeat} times each in an epoch: "
     note += f"{trouble[0]}. {HOW}"
     return Images(digits.train, digits.test, note)
 
@@ -123,11 +121,11 @@ def _read_numbers(file: Path, dims: int) -> Tensor:
     raise ValueError("not in MNIST's format, or cut short")
 
 
-def load_digits(times: int = 1) -> Images:
+def load_digits(repeat: int = 1) -> Images:
     """Return 1,797 handwritten digits of 8x8 pixels in 17 greys, brought to uint8 (N, 1, 28, 28).
 
     They come with this package (see digits/NOTICE). Every fifth image is for testing: 1,438 to train on, each
-    `times` times in an epoch, and 359 to test.
+    `repeat` times in an epoch, and 359 to test.
     """
     table = torch.from_numpy(np.loadtxt(DIGITS, delimiter=","))  # per row 64 pixels and the digit
     small = table[:, :64].float().view(-1, 1, 8, 8)
@@ -137,7 +135,7 @@ def load_digits(times: int = 1) -> Images:
     is_test = torch.arange(len(labels)) % 5 == 4
     scale = pixels[~is_test].float().div(255)
     normalise = Normalise(round(float(scale.mean()), 4), round(float(scale.std()), 4))
-    images, targets = pixels[~is_test].repeat(times, 1, 1, 1), labels[~is_test].repeat(times)
+    images, targets = pixels[~is_test].repeat(repeat, 1, 1, 1), labels[~is_test].repeat(repeat)
     train = TensorData(images, targets, normalise, "digits")
     test = TensorData(pixels[is_test], labels[is_test], normalise, "digits")
     return Images(train, test)

@@ -23,6 +23,8 @@ class ImageOptions:
     """mnist, digits (a small real set that comes with this package), or auto: mnist if it can be had"""
     data_dir: str | None = None
     """folder with MNIST as torchvision lays it out; None: a cache folder of yours"""
+    repeat: Count = 12
+    """digits only: how often an epoch trains on each (once would be 3 steps on 4 ranks)"""
 
 
 @dataclass(frozen=True)

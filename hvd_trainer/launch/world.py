@@ -7,6 +7,7 @@ made one: Ray Train, Accelerate, Lightning, or the program itself.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping, MutableMapping
@@ -95,8 +96,11 @@ class World:
         return f"rank {self.rank} of {self.size}"
 
 
-def detect(environ: Mapping[str, str]) -> World:
+def detect(environ: Mapping[str, str] | None = None) -> World:
     """Return this process's place in the job, from its environment variables.
+
+    Args:
+        environ: the variables; None: `os.environ`.
 
     Returns:
         The world by the variables of the first matching row of `LAUNCHERS`; a single process if none matches.
@@ -105,6 +109,7 @@ def detect(environ: Mapping[str, str]) -> World:
         LaunchError: some of a launcher's variables are missing, are not numbers, or contradict each other. A
             missing rank is never taken for 0.
     """
+    environ = os.environ if environ is None else environ
     launcher = find_launcher(environ)
     if launcher is None:
         return World()

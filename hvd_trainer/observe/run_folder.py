@@ -54,6 +54,9 @@ class RunFolder:
             Why it cannot be written to, or None.
         """
         try:
+            for place in (self.path, *self.path.parents):
+                if place.exists() and not place.is_dir():
+                    return f"{place} is a file, and no folder. Name another one"
             self.path.mkdir(parents=True, exist_ok=True)
             if self._checkpoints.is_symlink() and not self._checkpoints.is_dir():
                 return (

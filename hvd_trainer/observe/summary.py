@@ -15,6 +15,7 @@ from hvd_trainer.config.options import ParallelOptions, TrainerOptions
 from hvd_trainer.config.parser import are_typed
 from hvd_trainer.launch.engine import usual_engine
 from hvd_trainer.observe.callback import RunView
+from hvd_trainer.observe.log_handler import in_notebook
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural
@@ -73,6 +74,8 @@ def _launch_command(run: RunView) -> str | None:
     lone = run.world.launcher == "python" and run.options.parallel == ParallelOptions()
     if launcher is None or not lone or places < 2:
         return None
+    if in_notebook():  # the process's own command is the kernel's
+        return f"{'core' if is_host else 'GPU'}: hvd_trainer.run(function, num_processes={places})"
     return f"{'core' if is_host else 'GPU'}: {launcher.format(places)} {shlex.join(sys.orig_argv[1:])}"
 
 

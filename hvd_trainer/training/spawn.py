@@ -26,6 +26,14 @@ UNGUARDED_EXIT_CODE = 93
 """Of a new process whose script calls `run` while it is imported."""
 
 
+class Results(list[Any]):
+    """What the function has returned, by ranks; a notebook shows nothing below the cell if that is nothing."""
+
+    def _ipython_display_(self) -> None:
+        if any(result is not None for result in self):
+            raise NotImplementedError  # and the notebook shows it as any list
+
+
 def run(
     function: Callable[..., Any],
     *,
@@ -82,7 +90,7 @@ def run(
         except BaseException:
             _terminate(processes.processes)
             raise
-        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(num_processes)]
+        return Results(pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(num_processes))
 
 
 def _terminate(processes: Sequence[BaseProcess]) -> None:

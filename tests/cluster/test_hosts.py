@@ -170,7 +170,7 @@ class Listening(Callback):
 
 def main(options):
     with Trainer(options) as trainer:
-        digits = load_images(ImageOptions(dataset="digits"), trainer.backend)
+        digits = load_images(ImageOptions(dataset="digits", repeat=1), trainer.backend)
         model = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 10))
         optimizer = optim.SGD(model.parameters(), lr=0.1)
         trainer.fit(model, optimizer, nn.functional.cross_entropy, digits.train, callbacks=[Listening()])

@@ -227,7 +227,7 @@ def test_hvd_ssh_keys_overwrites_no_key(home: Path) -> None:
 
 @requires("horovodrun")
 def test_hvd_mnist_starts_np_ranks() -> None:
-    words = [DOCKER / "hvd-mnist", "--dataset", "digits", "--epochs", "1", "--batch-size", "64"]
+    words = [DOCKER / "hvd-mnist", "--dataset", "digits", "--repeat", "1", "--epochs", "1", "--batch-size", "64"]
     path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     assert "2 ranks on 1 node" in run(*words, env=path | {"NP": "2"}).stdout
 
@@ -316,7 +316,7 @@ def image() -> Iterator[Image]:
 
 @pytest.mark.image
 def test_image_trains_on_both_engines(image: Image) -> None:
-    options = ["--dataset", "digits", "--epochs", "1", "--batch-size", "64"]
+    options = ["--dataset", "digits", "--repeat", "1", "--epochs", "1", "--batch-size", "64"]
     said = image.run("env", "NP=2", "hvd-mnist", *options)
     assert "2 ranks on 1 node" in said
     # Other than Docker, buildah gives a container a name that it cannot look up.

@@ -22,7 +22,7 @@ FOLDER = REPOSITORY / "examples/slurm"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
 MOUNTED = sorted({"/tmp", "/usr", str(REPOSITORY), sys.prefix, sys.base_prefix})
 ENV = {"VENV": sys.prefix, "PYTHONPATH": str(REPOSITORY)}
-DIGITS = ["--dataset", "digits", "--device", "cpu"]
+DIGITS = ["--dataset", "digits", "--repeat", "1", "--device", "cpu"]
 ON_CPUS = ["--cpus-per-task=1", "--open-mode=append"]
 """What a machine with few cores needs; tasks of an array write to one file here."""
 

@@ -28,7 +28,11 @@ def test_process_is_on_no_gpu_but_its_own() -> None:
     watcher = threading.Thread(target=look)
     watcher.start()
     try:
-        launch("torchrun", COUNT, ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--backend", "ddp"])
+        launch(
+            "torchrun",
+            COUNT,
+            ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--repeat", "1", "--backend", "ddp"],
+        )
     finally:
         done.set()
         watcher.join()

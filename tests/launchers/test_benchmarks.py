@@ -83,7 +83,7 @@ def test_ratios_are_those_within_a_round(tmp_path: Path) -> None:
 
 def test_to_target_runs_over_seeds(tmp_path: Path) -> None:
     """Options behind -- override the recipe's."""
-    options = ("--dataset", "digits", "--epochs", "9", "--batch-size", "64")
+    options = ("--dataset", "digits", "--repeat", "1", "--epochs", "9", "--batch-size", "64")
     result = launch(
         "python",
         1,

@@ -20,7 +20,7 @@ from hvd_trainer.measure.trials import read_runs
 
 pytestmark = pytest.mark.warm
 
-DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "1")
+DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits", "--repeat", "1", "--epochs", "1")
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
@@ -131,6 +131,17 @@ def test_compare_runs_a_baseline_beside_the_job(tmp_path: Path) -> None:
     result = launch("python", 1, once_more, check=False)
     assert result.returncode == 2
     assert "optimizer steps: 9 and 8" in result.stderr
+
+
+def test_option_that_a_script_does_not_know_ends_the_comparison(tmp_path: Path) -> None:
+    """Each of its values was tried on each engine, with one message for all."""
+    script = tmp_path / "train.py"
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    options = ("--backend", "ddp", "--np", "1", "--vary", "learningrate=1,2,3")
+    result = launch("python", 1, command(tmp_path / "out", *options, job=[str(script)]), check=False)
+    assert result.returncode == 2
+    assert "error: --vary learningrate: the job has no such option (unrecognized arguments: " in result.stderr
+    assert len(read_runs(tmp_path / "out")) == 1
 
 
 @pytest.mark.long

@@ -26,7 +26,7 @@ from hvd_trainer.tools.parity.traces import EVENTS, Moment, Trace, read_trace
 
 pytestmark = pytest.mark.warm
 
-DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits")
+DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits", "--repeat", "1")
 TRAINER = str(SUPPORT / "parity_job.py")
 HOROVOD, DDP = str(SCRIPTS / "faulty_horovod.py"), str(SCRIPTS / "faulty_ddp.py")
 BASE = ("--batch-size", "32", "--batch-norm", "--non-finite", "skip")

@@ -26,7 +26,8 @@ from hvd_trainer import cli
 
 pytestmark = pytest.mark.warm
 
-MAIN = "horovodrun -np 4 python -m hvd_trainer.mnist --data-dir ../shared/data/mnist"
+MAIN = "horovodrun -np 4 python -m hvd_trainer.mnist"
+WITH_DATA = f"{MAIN} --data-dir ../shared/data/mnist"
 BY_HAND = next(command for command in documents.commands() if command.startswith("export WORLD_SIZE"))
 IMPORT = next(command for command in documents.commands() if command.startswith("sed"))
 BATCH_LINES = [command for command in documents.commands() if "--hostfile" in command]
@@ -62,7 +63,7 @@ TYPED_ELSEWHERE = {
         "test_mpi.py",
         '"--transport", "mpi"',
     ),
-    'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=../shared/data/mnist NP=2': (
+    'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=path/to/mnist NP=2': (
         *(OWN, "test_make_ends_with_what_is_said"),
     ),
     'make test PYTEST_ARGS="tests/ranks/test_trainer.py -k test_decay"': (OWN, "test_make_ends_with_what_is_said"),
@@ -76,6 +77,8 @@ TYPED_ELSEWHERE = {
         )
     },
     "hvd-trainer run -np 2 -- train.py": ("test_run.py", '"-np", 2'),
+    "torchrun --nproc-per-node 2 train.py": (OWN, "test_a_script_needs_no_more_than_another_import"),
+    "hvd-trainer compare -np 2 -- train.py --epochs 1": ("test_compare.py", "test_compare_takes_any_script"),
     "hvd-trainer run -np 2 --backend horovod -- train.py": ("test_run.py", '"-np", 2'),
     IMPORT: (OWN, "test_a_script_needs_no_more_than_another_import"),
     "git clone ADDRESS hvd_trainer": ("test_docs.py", "git clone"),
@@ -102,7 +105,7 @@ TYPED_ELSEWHERE = {
         ("test_gpu_test.py", "test_documented_command_without_a_gpu_says_so"),
     ),
     "source .venv/bin/activate": ("Makefile", "-m venv"),
-    "pip install -c constraints.txt .": ("Makefile", "install -c constraints.txt"),
+    "pip install -c constraints.txt '.[tools,migrate]'": ("Makefile", "install -c constraints.txt"),
     "hvd-trainer install-horovod": ("test_install_horovod.py", '"install-horovod"'),
     "hvd-trainer verify-resume -np 3 --kills 12 -- train.py --snapshot snapshot.pt": (
         *("test_verify_resume.py", '"verify-resume"'),
@@ -334,7 +337,7 @@ def test_the_printed_output_is_the_documented_one(
         request.getfixturevalue("mnist_dir")
     shown = [block.text.splitlines() for block in documents.blocks(TRANSCRIPTS[command])]
     (transcript,) = (lines[1:] for lines in shown if lines[0] == f"$ {command}")
-    printed = typed(command, root).stdout.splitlines()
+    printed = typed(WITH_DATA if command == MAIN else command, root).stdout.splitlines()
     assert [*map(in_form, printed)] == [*map(in_form, transcript)]
     for lines in (printed, transcript):
         accuracy = re.search(r"val accuracy ([\d.]+)%", lines[-1])
@@ -351,10 +354,10 @@ TESTED = (
 @pytest.mark.parametrize(
     ("command", "end"),
     [
-        ("make mnist", "horovodrun -np 4 python -m hvd_trainer.mnist"),
+        ("make mnist", MAIN),
         (
-            'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=../shared/data/mnist NP=2',
-            f"{MAIN.replace('-np 4', '-np 2')} --epochs 1 --backend ddp",
+            'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=path/to/mnist NP=2',
+            f"{MAIN.replace('-np 4', '-np 2')} --data-dir path/to/mnist --epochs 1 --backend ddp",
         ),
         ("make test", TESTED),
         (

@@ -66,7 +66,17 @@ def test_engines_train_the_same_bits_channels_last() -> None:
 
 @requires("horovod")
 def test_channels_last_weights_are_saved_and_restored(tmp_path: Path) -> None:
-    job = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--model", "quick", "--channels-last"]
+    job = [
+        "-m",
+        "hvd_trainer.mnist",
+        "--dataset",
+        "digits",
+        "--repeat",
+        "1",
+        "--model",
+        "quick",
+        "--channels-last",
+    ]
     job += ["--log-dir", str(tmp_path), "--resume", "auto"]
     said = launch(QUICKEST, 2, [*job, "--epochs", "1", "--backend", "horovod"]).stdout
     assert "numbers  fp32, seed 0, channels last" in said

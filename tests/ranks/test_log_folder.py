@@ -65,6 +65,14 @@ def test_checkpoints_may_be_a_mounted_volume(small_disk: Path, tmp_path: Path) -
         subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_log_folder_that_is_a_file_is_one_sentence(below: str, tmp_path: Path) -> None:
+    """`[Errno 17] File exists`, or `[Errno 20]`, and no word of what to do."""
+    file = tmp_path / "log"
+    file.touch()
+    assert RunFolder(file / below).lock(0) == f"{file} is a file, and no folder. Name another one"
+
+
 def test_files_of_the_user_stay_in_the_log_folder(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("of the user")
     for _ in range(2):

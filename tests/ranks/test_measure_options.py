@@ -26,7 +26,18 @@ pytestmark = [requires("horovod"), pytest.mark.warm]
 
 def train(log: Path, *options: str, ranks: int = 2, backend: str = "ddp") -> str:
     """Train on the 1,438 digits: 6 steps of 2 x 128 in an epoch, the last one smaller."""
-    job = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--backend", backend, "--log-dir", str(log)]
+    job = [
+        "-m",
+        "hvd_trainer.mnist",
+        "--dataset",
+        "digits",
+        "--repeat",
+        "1",
+        "--backend",
+        backend,
+        "--log-dir",
+        str(log),
+    ]
     return launch(QUICKEST, ranks, [*job, *options]).stdout
 
 
@@ -66,7 +77,9 @@ def test_until_reports_the_figure_of_an_unfinished_epoch(tmp_path: Path) -> None
 
 def test_unknown_figures_are_refused(tmp_path: Path) -> None:
     wrong = ("--until", "accuracy>=0.9", "--keep-best", "min:val_mae", "--log-dir", str(tmp_path))
-    result = launch(QUICKEST, 2, ["-m", "hvd_trainer.mnist", "--dataset", "digits", *wrong], check=False)
+    result = launch(
+        QUICKEST, 2, ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--repeat", "1", *wrong], check=False
+    )
     assert result.returncode == 2
     known = "train_accuracy, train_loss, val_accuracy, val_loss"
     assert f"--until 'accuracy>=0.9': this job has no accuracy, but {known}" in result.stderr
@@ -84,7 +97,7 @@ def steps_of(log: Path, rank: int) -> dict[str, Any]:
         return dict(arrays)
 
 
-DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits")
+DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits", "--repeat", "1")
 
 
 @pytest.mark.parametrize("backend", ENGINES)

@@ -23,7 +23,18 @@ ENGINES = ("ddp", "horovod")
 
 def train(log: Path, *options: str, ranks: int = 2, backend: str = "ddp") -> str:
     """Train on the 1,438 digits: 6 steps of 2 x 128 in an epoch."""
-    job = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--backend", backend, "--log-dir", str(log)]
+    job = [
+        "-m",
+        "hvd_trainer.mnist",
+        "--dataset",
+        "digits",
+        "--repeat",
+        "1",
+        "--backend",
+        backend,
+        "--log-dir",
+        str(log),
+    ]
     return launch(QUICKEST, ranks, [*job, *options]).stdout
 
 

@@ -148,7 +148,7 @@ def test_state_above_2_gib_resumes(backend: str, tmp_path: Path) -> None:
         assert peak_bytes < 1.3 * state_bytes
 
 
-DIGITS = "-m hvd_trainer.mnist --dataset digits --save-every-steps 5 "
+DIGITS = "-m hvd_trainer.mnist --dataset digits --repeat 1 --save-every-steps 5 "
 REVIEWS = (
     "-m hvd_trainer.imdb --dataset synthetic --synthetic-reviews 96 --sequence-length 16 --vocabulary 300 "
     "--global-batch-size 16 --device cpu --save-every-steps 5 "
@@ -216,7 +216,7 @@ def test_resume_says_that_the_model_is_cut_elsewhere(replicas: int, cut: str, tm
 
 ON_ANOTHER_HOST = """
 import os, sys
-words = [sys.executable, "-m", "hvd_trainer.mnist", "--dataset", "digits", "--log-dir", *sys.argv[1:]]
+words = [sys.executable, "-m", "hvd_trainer.mnist", "--dataset=digits", "--repeat=1", "--log-dir", *sys.argv[1:]]
 if os.environ["RANK"] == "1":
     hide = f'mount -t tmpfs none {sys.argv[1]} && exec "$@"'
     words = ["unshare", "--mount", "sh", "-c", hide, "sh", *words]

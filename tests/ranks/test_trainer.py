@@ -393,7 +393,7 @@ def test_plateau_scheduler_survives_a_second_fit() -> None:
 
 # As a user starts it.
 
-JOB = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "2", "--batch-size", "64"]
+JOB = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--repeat", "1", "--epochs", "2", "--batch-size", "64"]
 
 
 @pytest.mark.long
@@ -415,7 +415,7 @@ def test_default_job_learns_the_digits_that_stand_in_for_mnist(tmp_path: Path) -
     ],
 )
 def test_lone_rank_is_told_how_to_use_all_cores(options: list[str], command: str | None) -> None:
-    argv = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--max-steps", "1", *options]
+    argv = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--repeat", "1", "--max-steps", "1", *options]
     result = launch("python", 1, argv)
     cores = len(os.sched_getaffinity(0))
     if cores == 1:

@@ -82,7 +82,10 @@ def host_waits(engine: str, texts: Sequence[str]) -> tuple[int, None]:
         for steps in (10, 20):
             waits: Counter[str] = Counter()
             controls().on_host_wait(partial(count_wait, waits))
-            train("mnist", f"--dataset digits --backend {engine} --log-every 999 --max-steps {steps} {text}")
+            train(
+                "mnist",
+                f"--dataset digits --repeat 1 --backend {engine} --log-every 999 --max-steps {steps} {text}",
+            )
             counts.append(waits)
         more = counts[1] - counts[0]
         assert not more, f"{text}: the host waits in each step: {dict(more)}"
@@ -205,7 +208,7 @@ def place(reason: str) -> str:
 def resume(text: str, folder: str, order: str) -> tuple[int, None]:
     """Train six steps in one run, and in two with a checkpoint between; the same weights."""
     controls().run_in_order(order)
-    text = f"--dataset digits --batch-size 32 --optimizer adamw {text}"
+    text = f"--dataset digits --repeat 1 --batch-size 32 --optimizer adamw {text}"
     train("mnist", f"{text} --max-steps 6", f"{folder}/whole")
     train("mnist", f"{text} --max-steps 3 --save-every-steps 1", f"{folder}/parts")
     train("mnist", f"{text} --max-steps 6 --resume auto", f"{folder}/parts")

@@ -11,7 +11,7 @@ from typing import Any
 from launchers import Job, start
 from records import lines
 
-OPTIONS = ["--dataset", "digits", "--epochs", "1", "--batch-size", "256"]
+OPTIONS = ["--dataset", "digits", "--repeat", "1", "--epochs", "1", "--batch-size", "256"]
 
 
 def argv(backend: str | None, log_dir: Path | None = None, extra: Sequence[str] = ()) -> list[str]:

@@ -82,6 +82,6 @@ def own_part(line: str) -> tuple[str, list[str]] | None:
             name, rest = word, words[number + 1 :]
             # A tool has options of its own.
             return (f"{name} {rest[0]}", rest[1:]) if name == "hvd_trainer" else (name, rest)
-        if word.endswith(".py"):
-            return word, words[number + 1 :]
+        if word.endswith(".py"):  # train.py is the reader's
+            return (word, words[number + 1 :]) if (REPOSITORY / word).exists() else None
     return None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 ENGINES = ("ddp", "horovod")
 
-DIGITS = "--dataset digits --batch-size 32 --max-steps 5"
+DIGITS = "--dataset digits --repeat 1 --batch-size 32 --max-steps 5"
 TEXTS = (
     "--dataset synthetic --synthetic-reviews 100 --layers 2 --d-model 16 --d-hid 32 --heads 2 --sequence-length 8 "
     "--vocabulary 300 --batch-size 8 --max-steps 4"
 )
 
-ANY_NUMBER_OF_RANKS = "--dataset digits --reproducible 4 --batch-size 32 --max-steps 20"
+ANY_NUMBER_OF_RANKS = "--dataset digits --repeat 1 --reproducible 4 --batch-size 32 --max-steps 20"
 """All of these train the same bits, on any number of ranks."""
 
 PRECISIONS = ("fp32", "bf16", "fp16")

@@ -11,11 +11,13 @@ ended is written down at once, so that the same command continues where a stoppe
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import read_command
 from hvd_trainer.measure.equal_work import refuse_unequal
 from hvd_trainer.measure.figures import are_figures
@@ -49,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     check_together(options)
     check_installed()
     typed = ["--np" if word == "-np" else word for word in argv[: argv.index("--")]]
-    axes, machine = read_axes(options.vary), describe_machine()
+    axes, machine = read_axes(options.vary, job), describe_machine()
     trials = plan(job, axes, options, conditions(machine))
     interrupted = False
     with locked_folder(options.out, "compare") as folder:
@@ -74,7 +76,8 @@ def measure(trials: Sequence[CompareTrial], folder: Path, options: CompareOption
     """Run what has not been run yet, and write down each run as it ends.
 
     Raises:
-        OptionError: two runs have not done the same work, or one has no steps that count.
+        OptionError: two runs have not done the same work, one has no steps that count, or the job does not know
+            an option that varies.
     """
     runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=are_figures)
     # What failed will fail again, and take as long to do so.
@@ -97,3 +100,7 @@ def measure(trials: Sequence[CompareTrial], folder: Path, options: CompareOption
             for other in done[trial.variant]:  # the work of other variants is another on purpose
                 refuse_unequal(other, run)
             done[trial.variant].append(run)
+        for option, _ in trial.settings if run.state == "failed" else ():
+            # In the words of argparse and of tyro: each other run would fail as this one.
+            if re.search(rf"unrecognized (arguments|options): .*{re.escape(option)}\b", run.note, re.IGNORECASE):
+                raise OptionError(f"--vary {option.lstrip('-')}: the job has no such option ({run.why(folder)})")

@@ -6,12 +6,16 @@ import itertools
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from hvd_trainer.config.options import TrainerOptions
+from hvd_trainer.config.parser import flatten
 from hvd_trainer.errors import OptionError
+from hvd_trainer.jobs.options import ImdbOptions, MnistOptions
 from hvd_trainer.measure.command import LAUNCHER_OF, option_of, option_values, read_backends, with_options
 from hvd_trainer.measure.machine import threads_per_rank
 from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial
@@ -21,6 +25,11 @@ from hvd_trainer.utils.text import plural
 
 ENTRIES, RANKS = "engine", "ranks"
 """The axes that every comparison has."""
+BUNDLED: Mapping[str, type[TrainerOptions]] = {
+    "hvd_trainer.mnist": MnistOptions,
+    "hvd_trainer.imdb": ImdbOptions,
+}
+"""Jobs whose options are known before they are started."""
 OWN_OPTION = {"ranks": "--np 1,2,4", "np": "--np 1,2,4", "backend": "--backend horovod,ddp"}
 """Axes that have options of their own."""
 RUN_OPTIONS = {"bucket_mb", "fusion_threshold_mb", "cycle_time_ms"}
@@ -207,13 +216,16 @@ def _read_baseline(text: str) -> Entry:
     return Entry(name, engine, tuple(words))
 
 
-def read_axes(texts: Sequence[str]) -> list[Axis]:
+def read_axes(texts: Sequence[str], job: Sequence[str] = ()) -> list[Axis]:
     """Return the axes of `--vary chunks=1,2,4`.
 
     Raises:
-        OptionError: one has no name or no values, comes twice, or has an option of its own.
+        OptionError: one has no name or no values, comes twice, has an option of its own, or is no option of the
+            job, as far as its options are known.
     """
     axes: list[Axis] = []
+    kind = BUNDLED.get(job[1]) if job[:1] == ("-m",) else None
+    known = {} if kind is None else flatten(kind())
     for text in texts:
         typed, _, values = text.partition("=")
         typed = typed.strip().lstrip("-")
@@ -225,6 +237,10 @@ def read_axes(texts: Sequence[str]) -> list[Axis]:
             )
         if name in OWN_OPTION:
             raise OptionError(f"--vary {text}: type {OWN_OPTION[name]}")
+        if known and name not in known and not is_beneath(typed, job):
+            near = "".join(f": did you mean {other}?" for other in get_close_matches(name, known, 1)) or "."
+            near = near.replace("_", "-")
+            raise OptionError(f"--vary {text}: {job[1]} has no option --{typed}{near} See its --help-all")
         if any(axis.name == name for axis in axes):
             raise OptionError(f"--vary {name} is given twice: put all its values into one list")
         axes.append(Axis(name, tuple(dict.fromkeys(listed)), f"--{typed}"))

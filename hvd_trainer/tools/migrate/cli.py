@@ -95,6 +95,8 @@ def main(argv: Sequence[str]) -> int:
         print("", "Comments and texts that still name Horovod, by their new lines:", *named, sep="\n")
     changed = plural(sum(file.before != file.after for file in migrated), "file")
     print(f"\n{changed} {'changed' if options.write else 'to change: add --write'}", flush=True)
+    if options.write and scripts:
+        print(f"To start it, type: torchrun --nproc-per-node {options.np} {scripts[0]}")
     code = 0
     if options.prove:
         from hvd_trainer.tools.migrate.prove import prove

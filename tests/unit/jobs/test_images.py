@@ -114,6 +114,9 @@ def test_dataset_auto_falls_back_to_digits(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     images = load_images(ImageOptions(), lone_backend)
+    asked = load_images(ImageOptions("digits"), lone_backend)
+    assert torch.equal(asked.train.inputs, images.train.inputs), "who asks for them gets the same"
+    assert asked.note is None
     # Five epochs of 1,438 images would be a few steps only.
     assert (len(images.train), len(images.test)) == (12 * 1438, 359)
     assert torch.equal(images.train.inputs[1438:2876], images.train.inputs[:1438])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from contextlib import suppress
@@ -122,6 +123,13 @@ BY_HAND = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK"
 RUN = {f"HVD_TRAINER_{name}": "1" for name in ("RANK", "LOCAL_RANK")} | {
     f"HVD_TRAINER_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")
 }
+
+
+def test_detect_reads_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert detect() == detect(os.environ)
+    assert (detect().rank, detect().size) == (1, 3)
 
 
 def test_detect_launchers_without_recordings() -> None:

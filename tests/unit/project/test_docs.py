@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import runpy
 import shlex
@@ -139,3 +140,20 @@ class TestSite:
     def test_every_page_leads_to_the_repository(self, opened: Any) -> None:
         link = opened("install.html", 1280).locator("a.md-source").first
         assert link.get_attribute("href") == "https://example.org/owner/hvd_trainer"
+
+
+def test_members_that_pages_document_exist() -> None:
+    """The page on training named a member `check` that was gone."""
+    named = re.findall(
+        r"^::: (\S+)\n    options:\n      members: \[(.*)\]$", documents.text_of("docs/training.md"), re.M
+    )
+    assert named
+    for path, members in named:
+        assert [name for name in members.split(", ") if not hasattr(pkgutil.resolve_name(path), name)] == [], path
+
+
+def test_layers_name_all_tools() -> None:
+    """Six of nine."""
+    (line,) = re.findall(r"^    tools +(.*)$", documents.text_of("CONTRIBUTING.md"), re.M)
+    tools = {path.stem.replace("_", "-") for path in (REPOSITORY / "hvd_trainer/tools").glob("[a-z]*")}
+    assert {*line.split(", ")} == tools

@@ -126,6 +126,8 @@ def test_values_of_options_are_varied_at_their_place() -> None:
         (["--", "-m", "hvd_trainer.nothing"], r"hvd_trainer\.nothing: there is no such module"),
         (["--vary", "chunks=1,,2"], r"--vary chunks=1,,2: type an option of the job and its values with commas"),
         (["--vary", "seed"], r"--vary seed: type an option of the job and its values"),
+        # Eight jobs were started for it.
+        (["--vary", "batchsize=1,2"], r"mnist has no option --batchsize: did you mean batch-size\? See"),
         (["--vary", "chunks=1", "--vary", "chunks=2"], r"--vary chunks is given twice"),
         (["--vary", "ranks=1,2"], r"--vary ranks=1,2: type --np 1,2,4"),
         (["--vary", "backend=ddp"], r"--vary backend=ddp: type --backend horovod,ddp"),

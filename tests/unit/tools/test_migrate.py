@@ -394,6 +394,7 @@ def test_the_command_prints_a_diff_and_writes_when_it_is_told_to(
     assert cli.main(["migrate", str(script), "--write"]) == 0
     assert script.read_text() == CASES["world"].after
     assert beside.read_text() == "    torchrun --nproc-per-node 4 train.py\n"
+    assert capsys.readouterr().out.endswith(f"To start it, type: torchrun --nproc-per-node 2 {script}\n")
 
 
 def test_files_of_a_folder_that_are_not_about_horovod_may_be_anything(script: Path) -> None:

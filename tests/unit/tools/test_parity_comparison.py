@@ -39,7 +39,7 @@ from hvd_trainer.tools.parity.tolerance import expected_tolerance
 from hvd_trainer.tools.parity.traced_runs import Side, TracedRun, global_batch_options, parse_engines, versions
 from hvd_trainer.tools.parity.traces import SCRIPT_OPTIONS, Moment, Trace
 
-DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits")
+DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits", "--repeat", "1")
 DONE = RunRecord({"engine": "x", "ranks": 2, "words": ["train.py"]}, 1, "done", 1.0)
 ALL = ("gradients", "parameters", "optimizer")
 

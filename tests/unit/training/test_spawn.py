@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ from launchers import REPOSITORY
 
 import hvd_trainer
 from hvd_trainer import History, LaunchError
+from hvd_trainer.training.spawn import Results
 
 UNGUARDED = """
 import hvd_trainer
@@ -67,7 +70,19 @@ def test_notebook_shows_epochs_and_a_bar() -> None:
     assert ended.returncode == 0, ended.stderr
     assert "epoch 2/2  train loss" in ended.stdout
     assert "last 2" in ended.stdout
+    # It had named the file of the kernel.
+    if len(os.sched_getaffinity(0)) > 1:
+        assert re.search(r"for each core: hvd_trainer\.run\(function, num_processes=\d+\)$", ended.stdout, re.M)
     assert "epoch 2/2:   0%|" in ended.stderr
+
+
+def test_results_that_are_nothing_are_not_shown() -> None:
+    """`[None, None]` stood below the cell."""
+    results = Results([None, None])
+    assert results == [None, None]
+    results._ipython_display_()
+    with pytest.raises(NotImplementedError):  # by which IPython shows it as a list
+        Results([None, 1])._ipython_display_()
 
 
 def test_history_is_a_sequence() -> None:
