@@ -63,6 +63,13 @@ class Ratio:
         return all(bound is not None and abs(math.log(bound)) < math.log1p(self.least) for bound in bounds)
 
     @property
+    def evidence(self) -> float:
+        """How far it is from 1, in widths of its interval; 0 without one."""
+        if self.low is None or self.high is None:
+            return 0.0
+        return abs(math.log(self.value)) / max(math.log(self.high / self.low), 1e-12)
+
+    @property
     def inverse(self) -> Ratio:
         """The ratio of the second figure to the first."""
         low, high = (None if bound is None else 1 / bound for bound in (self.high, self.low))

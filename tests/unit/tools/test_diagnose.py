@@ -520,7 +520,9 @@ def runs_of(
 
     def figures(ms: float) -> list[dict[str, Any]]:
         s = ms / 1000
-        return [{"step_s": s, "apart_s": s, "compute_s": s, "parts": {"backward": backward_ms / 1000}}] * 3
+        return [
+            {"mean_s": s, "step_s": s, "apart_s": s, "compute_s": s, "parts": {"backward": backward_ms / 1000}}
+        ] * 3
 
     kinds = (NORMAL, NO_EXCHANGE, ALONE, TWICE)
     return dict(zip(kinds, map(figures, (step_ms, without_ms, alone_ms, twice_ms)), strict=True))
@@ -980,9 +982,22 @@ def test_bars_show_where_the_causes_are_on_each_rank() -> None:
     bars = report_on(Evidence(profiles=[make_rank(COMPUTE, LOAD), make_rank(COMPUTE, reduce_for(20))])).bars
     assert bars is not None
     loading, waiting = (dict(bar.parts) for bar in bars.bars)
-    assert loading == pytest.approx({"forward": 10, "data": 20})
+    assert loading == pytest.approx({"forward": 10, "fetching data": 20})
     assert waiting == pytest.approx({"forward": 10, "exchange, and waiting for other ranks": 20})
-    assert bars.marked == ["exchange, and waiting for other ranks", "data"]
+    assert bars.marked == ["exchange, and waiting for other ranks", "fetching data"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bars_add_up_to_the_step(name: str) -> None:
+    """Headline, bar and table had three times of one step, and a cause could have no colour."""
+    evidence = CASES[name].evidence
+    bars = report_on(evidence).bars
+    assert bars is not None
+    for bar, profile in zip(bars.bars, evidence.profiles, strict=True):
+        assert bar.size == pytest.approx(1000 * profile.step_s, rel=0.01)
+    causes = find_causes(evidence)
+    assert bool(bars.marked or "In all parts" in bars.text) == bool(causes)
+    assert ("In all parts" in bars.text) == any(cause.kind in ("stolen", "swap") for cause in causes)
 
 
 def test_what_the_runs_warned_of_is_in_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
