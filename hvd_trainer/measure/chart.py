@@ -46,6 +46,8 @@ MAX_VALUES = 100
 """Points of a line whose values are shown under the mouse."""
 ROOM = 0.05
 """Of the width of a chart, that the name of a mark takes."""
+EXTRA_WIDTH = 3.0
+"""Of the first of several lines, in points."""
 Points = Sequence[tuple[float, float]]
 
 
@@ -118,13 +120,22 @@ def draw_lines(
 
     lines = {name: points for name, points in lines.items() if points}
     styles = styles or {name: Style(number) for number, name in enumerate(lines)}
-    if not lines or max(styles[name].colour for name in lines) >= len(COLOURS):
+    num_colours = max((styles[name].colour for name in lines), default=-1) + 1
+    if not 0 < num_colours <= len(COLOURS):
         return []
     with figure_in(STYLE, SIZE) as figure:
         axes, values = figure.subplots(), []
         for name, points in lines.items():
             (colour, dash), marker = styles[name], "." if len(points) < 60 else ""
-            axes.plot(*zip(*points, strict=True), dash, color=COLOURS[colour], marker=marker, label="line")
+            # The first are wider: they are seen beneath others of the same values.
+            width = 1.5 + EXTRA_WIDTH * (1 - (colour + 1) / num_colours)
+            look: dict[str, Any] = {
+                "color": COLOURS[colour],
+                "marker": marker,
+                "linewidth": width,
+                "label": "line",
+            }
+            axes.plot(*zip(*points, strict=True), dash, **look)
             for x, y in points[:: math.ceil(len(points) / MAX_VALUES)]:
                 values.append(Value(axes, x, y, f"{name}, {across} {x:g}: {y:.6g}"))
         named: list[float] = []

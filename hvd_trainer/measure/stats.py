@@ -63,11 +63,11 @@ class Ratio:
         return all(bound is not None and abs(math.log(bound)) < math.log1p(self.least) for bound in bounds)
 
     @property
-    def evidence(self) -> float:
-        """How far it is from 1, in widths of its interval; 0 without one."""
-        if self.low is None or self.high is None:
-            return 0.0
-        return abs(math.log(self.value)) / max(math.log(self.high / self.low), 1e-12)
+    def evidence(self) -> tuple[float, float]:
+        """How far it is from 1: in widths of its interval, of which it may have none, and by itself."""
+        size = abs(math.log(self.value))
+        width = math.inf if self.low is None or self.high is None else math.log(self.high / self.low)
+        return size / max(width, 1e-12), size
 
     @property
     def inverse(self) -> Ratio:

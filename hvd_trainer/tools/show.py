@@ -34,7 +34,7 @@ BEST: Mapping[str, Callable[[Iterable[float]], float]] = {"val_accuracy": max, "
 """Figures by which runs are compared, the first that all of them have, and which is the best."""
 MAX_TOGETHER = 3
 """Runs whose training and test figures are drawn in one chart."""
-TEST = "test"
+FAILURES, TEST = "failures", "test"
 KINDS = {"train": "training", "val": TEST}
 """What the beginnings of figures' names stand for."""
 DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
@@ -65,6 +65,7 @@ class Run:
     """What a run has kept."""
 
     name: str
+    folder: Path
     records: Sequence[Mapping[str, Any]]
     """of metrics.jsonl; at least one"""
     options: Mapping[str, Any]
@@ -91,7 +92,7 @@ class Run:
             raise OptionError(f"{folder} has no {METRICS} with a step or an epoch: name a run's --log-dir")
         with suppress(OSError, ValueError, yaml.YAMLError, msgspec.ValidationError):
             options = msgspec.convert(yaml.safe_load((folder / CONFIG).read_text()), dict[str, Any])
-        return cls(name, records, options, *(_times(folder / kept) for kept in ("checkpoints", "failures")))
+        return cls(name, folder, records, options, *(_times(folder / kept) for kept in ("checkpoints", FAILURES)))
 
     @cached_property
     def last(self) -> Mapping[str, Any]:
@@ -134,7 +135,9 @@ def verdict(run: Run) -> Verdict:
     steps = f"{plural(run.last['step'], 'step')}{'' if has_ended else ' so far'}"
     figures = [f"{name.replace('_', ' ')} {run.last[name]:.4g}" for name in sorted(kinds)]
     text = f"{run.name}: {', '.join([steps, *figures])}."
-    failed = [f"It failed {plural(len(run.failures), 'time')}: see {run.name}/failures."] if run.failures else []
+    failed = (
+        [f"It failed {plural(len(run.failures), 'time')}: see {run.folder / FAILURES}."] if run.failures else []
+    )
     if not has_ended:
         return Verdict(text, "failed" if failed else "unsure", failed, badge="FAILED" if failed else "NOT ENDED")
     shown = next((name for name in ("val_accuracy", "val_loss", "train_loss") if name in kinds), "step")
@@ -153,8 +156,10 @@ def compare(runs: Sequence[Run]) -> Iterator[Verdict]:
     failed = [run.name for run in runs if run.failures]
     more = [f"Failed: {', '.join(failed)}."] if failed else []
     same = all(run.last[name] == best.last[name] for run in runs)
-    text = f"All have the same {name.replace('_', ' ')}, {best.last[name]:.4g}."
-    if not same:
+    text = f"All {len(runs)} have the same {name.replace('_', ' ')}, {best.last[name]:.4g}."
+    if same:
+        kind = f"the same {name.replace('_', ' ')}"
+    else:
         text = f"{best.name} has the {kind}, {best.last[name]:.4g}, beside {figures}."
     yield Verdict(text, "failed" if failed else "sure", more, badge=f"{kind} {best.last[name]:.4g}".upper())
 

@@ -66,7 +66,7 @@ def conclude(comparison: Comparison) -> Report:
     few = any(pair.speed.low is None for pair in comparison.pairs) or bool(comparison.apart)
     compared = [fastest(pairs) for pairs in comparison.of_values]
     compared += [pair.verdict() for pair in comparison.pairs if not pair.is_of_values]
-    compared.sort(key=lambda verdict: -verdict.ratio.evidence if verdict.ratio else 0.0)
+    compared.sort(key=lambda verdict: verdict.ratio.evidence if verdict.ratio else (0.0, 0.0), reverse=True)
     failed = failures(comparison)
     partly = [result for result in comparison.results if result.state == "done" and result.note]
     # By their words: the same warning of two commands has other figures.

@@ -187,8 +187,8 @@ def _step_bars(diagnosis: Diagnosis) -> Bars:
     drawn = {name for bar in bars for name, _ in bar.parts}
     marked, everywhere = dict[str, None](), []
     for cause in diagnosis.causes:
-        parts_of_it = (CAUSES[cause.kind].part or cause.kind, cause.details.get("role"))
-        blamed = [TEXTS[part] for part in parts_of_it if TEXTS.get(part) in drawn]
+        parts_of_it = (CAUSES[cause.kind].part or cause.kind, str(cause.details.get("role", "")))
+        blamed = [TEXTS[part] for part in parts_of_it if TEXTS.get(part, "") in drawn]
         marked |= dict.fromkeys(blamed)
         everywhere += [] if blamed else [CAUSES[cause.kind].name]
     text = "In colour: where the causes are. Milliseconds of a step, in the mean."

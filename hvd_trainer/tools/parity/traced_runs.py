@@ -132,13 +132,14 @@ def trace_all(
     for side in sides:  # raises before the first run if a launcher is missing
         side.trial(ranks, threads, steps).start(runner.folder)
     runs: list[TracedRun] = []
-    for side in sides:
+    for left, side in zip(reversed(range(len(sides))), sides, strict=True):
         like = next((run.trace for run in runs if run.trace is not None), None)
         trial, kept = side.trial(ranks, threads, steps, like, exactly=exactly), runner.folder / side.name
         record = runner.run(trial, keep=kept)
         made = record.figures.get("steps", steps)
         said = plural(made, "step") if record.state == "done" else record.state
         more = f", as the job makes no more than {made}" if made < steps else ""
+        more += f", about {left * record.seconds:.0f} s left" if left else ""
         print(f"{trial.label}: {said} ({record.seconds:.0f} s){more}", flush=True)
         runs.append(TracedRun(side.name, record, read_trace(side.name, kept)))
     return runs

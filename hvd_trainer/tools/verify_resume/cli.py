@@ -317,9 +317,18 @@ def verify(script: Script, *, kills: int, draw: random.Random, folder: Path) -> 
         LaunchError: the script fails without a kill, or does not resume.
         OptionError: it makes fewer steps than there are kills.
     """
+    ranks = f"{plural(script.ranks, 'rank')} on {script.engine}"
+    print(
+        f"one run of {ranks} without a kill, then {plural(kills + 1, 'start')} with {plural(kills, 'kill')}: how "
+        f"long that takes is told after the first",
+        flush=True,
+    )
+    began = time.monotonic()
     undisturbed = script.finish(folder / "undisturbed" / "start-1")
-    steps = undisturbed.steps
-    print(f"undisturbed: {plural(steps, 'step')} of {plural(script.ranks, 'rank')} on {script.engine}", flush=True)
+    steps, run_s = undisturbed.steps, time.monotonic() - began
+    # The steps are made once or twice in all, and each start takes as long as this one's.
+    left_s = kills * undisturbed.first_step_s + 1.5 * run_s
+    print(f"undisturbed: {plural(steps, 'step')} of {ranks}, {run_s:.0f} s; about {left_s:.0f} s left", flush=True)
     limit = steps // (kills + 1)  # of each start, so that some are left for the last one
     if limit < 1:
         raise OptionError(f"--kills {kills}: the script makes {plural(steps, 'step')} only")

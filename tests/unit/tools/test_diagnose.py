@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import json
 import shutil
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from subprocess import Popen
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -817,6 +820,23 @@ def test_throttling_by_recorded_figures(
     write(1_500_000)
     watch._began = time.monotonic() - 1
     assert watch.end().throttled == pytest.approx(seconds, rel=0.1)
+
+
+def test_programs_are_named_by_what_they_used() -> None:
+    """Of 1.2 busy cores 0.1 had a name: the processes of a build are short, and may begin meanwhile."""
+    loop = ["bash", "-c", f"while :; do {sys.executable} -ISc 'sum(range(3_000_000))'; done"]
+    with Popen(loop) as before, ExitStack() as both:
+        both.callback(before.kill)
+        watch = MachineWatch()
+        during = both.enter_context(Popen(loop))
+        both.callback(during.kill)
+        deadline = time.monotonic() + 30
+        cores: dict[str, float] = {}
+        while len(cores) < 2 and time.monotonic() < deadline:
+            time.sleep(0.5)
+            of_both = {f"(process {process.pid})" for process in (before, during)}
+            cores = {n: used for n, used in watch.end().programs.items() if any(map(n.endswith, of_both))}
+    assert len(cores) == 2, "the loops were not named"
 
 
 def test_swap_and_steal_by_recorded_figures(monkeypatch: pytest.MonkeyPatch) -> None:
