@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,6 @@ from hvd_trainer.backends import Backend, EngineOptions, create
 from hvd_trainer.errors import BackendError
 from hvd_trainer.measure.command import LAUNCHER_OF, command_for
 from hvd_trainer.measure.start import Start
-from hvd_trainer.measure.trials import JobTrial
 from hvd_trainer.training.job import run_job
 
 JOB = ("-m", "hvd_trainer.jobs.all_reduce")
@@ -64,24 +63,29 @@ def measure_all_reduce(options: AllReduceOptions) -> None:
                 (Path(options.log_dir) / RESULT).write_text(text)
 
 
-def all_reduce_trial(label: str, engine: str, ranks: int, threads: int | None, *words: str) -> JobTrial:
-    """Return a trial of this job, whose figures are what rank 0 writes: `seconds` has pairs of bytes and seconds.
+class AllReduceTrial(NamedTuple):
+    """A trial of this job, whose figures are what rank 0 writes: `seconds` has pairs of bytes and seconds."""
 
-    Args:
-        words: further options of the job.
-    """
+    label: str
+    engine: str
+    ranks: int
+    threads: int | None = None
+    words: tuple[str, ...] = ()
+    """further options of the job"""
 
-    def start(log: Path) -> Start:
-        job = [*JOB, "--backend", engine, *words, "--log-dir", str(log), "--began", str(time.time())]
-        return Start(command_for(LAUNCHER_OF[engine], ranks, job), threads=threads)
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return {"engine": self.engine}
 
-    def read(log: Path) -> Mapping[str, Any] | None:
+    def start(self, log: Path) -> Start:
+        job = [*JOB, "--backend", self.engine, *self.words, "--log-dir", str(log), "--began", str(time.time())]
+        return Start(command_for(LAUNCHER_OF[self.engine], self.ranks, job), threads=self.threads)
+
+    def read(self, log: Path) -> Mapping[str, Any] | None:
         with suppress(OSError, ValueError):
             result: Mapping[str, Any] = json.loads((log / RESULT).read_text())
             return result
         return None
-
-    return JobTrial(label, {"engine": engine}, start, read)
 
 
 def check_sum(backend: Backend) -> None:

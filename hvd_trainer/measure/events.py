@@ -24,11 +24,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hvd_trainer.measure.leave_out import replace
 from hvd_trainer.measure.listener import End, Listener, Step
 from hvd_trainer.measure.message import NO_STEPS
 from hvd_trainer.measure.script_facts import batch_size, digest, facts_of
-from hvd_trainer.utils.import_hooks import ImportHooks
+from hvd_trainer.utils.import_hooks import ImportHooks, wrap
 from hvd_trainer.utils.tensors import parameters_of
 
 FORWARD = "forward"
@@ -76,30 +75,8 @@ class ScriptEvents:
             register_optimizer_step_post_hook(self._after_step),
         ):
             self._undo.callback(handle.remove)
-        # Tensor.backward calls it, too.
-        backward: Any = torch.autograd.backward
-        fetch: Any = _BaseDataLoaderIter.__next__
-
-        @functools.wraps(backward)
-        def observed_backward(*args: Any, **kwargs: Any) -> None:
-            # Of a part that is computed again, as by torch.utils.checkpoint; on a GPU in another thread.
-            if self._is_in_backward:
-                backward(*args, **kwargs)
-                return
-            self._before_backward(args[0] if args else kwargs["tensors"])
-            self._is_in_backward = True
-            try:
-                with self._phase("backward"):
-                    backward(*args, **kwargs)
-            finally:
-                self._is_in_backward = False
-
-        @functools.wraps(fetch)
-        def observed_fetch(iterator: Any) -> Any:
-            return self._fetch(fetch, iterator)
-
-        replace(self._undo, torch.autograd, "backward", observed_backward)
-        replace(self._undo, _BaseDataLoaderIter, "__next__", observed_fetch)
+        wrap("backward", self._backward, torch.autograd, self._undo)  # Tensor.backward calls it, too
+        wrap("__next__", self._fetch, _BaseDataLoaderIter, self._undo)
         after = {
             "accelerate.data_loader": self._observe_accelerate,
             "horovod.torch.optimizer": lambda module: self._observe_synchronize(module._DistributedOptimizer),
@@ -110,6 +87,19 @@ class ScriptEvents:
         self._undo.callback(hooks.uninstall)
         self._undo.callback(atexit.unregister, self._end)
         atexit.register(self._end)
+
+    def _backward(self, backward: Any, *args: Any, **kwargs: Any) -> None:
+        # Of a part that is computed again, as by torch.utils.checkpoint; on a GPU in another thread.
+        if self._is_in_backward:
+            backward(*args, **kwargs)
+            return
+        self._before_backward(args[0] if args else kwargs["tensors"])
+        self._is_in_backward = True
+        try:
+            with self._phase("backward"):
+                backward(*args, **kwargs)
+        finally:
+            self._is_in_backward = False
 
     def uninstall(self) -> None:
         """Remove the hooks, and stop the listeners."""
@@ -162,33 +152,22 @@ class ScriptEvents:
     def _observe_accelerate(self, module: ModuleType) -> None:
         """See the batches that Accelerate's loaders return: they fetch one ahead."""
         for kind in (module.DataLoaderShard, module.DataLoaderDispatcher):
-            kind.__iter__ = self._observing(kind.__iter__)
+            wrap("__iter__", self._iterate, kind)
 
     def _observe_synchronize(self, kind: Any) -> None:
         """See how long an optimizer of Horovod's API waits for the exchange of gradients."""
-        kind.synchronize = self._in_phase("collective", kind.synchronize)
 
-    def _observing(self, iterate: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
-        @functools.wraps(iterate)
-        def observed(loader: Any) -> Iterator[Any]:
-            iterator = iterate(loader)
-            with suppress(StopIteration):
-                while True:
-                    yield self._fetch(next, iterator)
+        def synchronize(function: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._phase("collective"):
+                return function(*args, **kwargs)
 
-        return observed
+        wrap("synchronize", synchronize, kind)
 
-    def _in_phase(self, phase: str, function: Any, then: Callable[[], object] = lambda: None) -> Any:
-        """Return a function that enters a phase, and calls another one at its end."""
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self._phase(phase):
-                result = function(*args, **kwargs)
-            then()
-            return result
-
-        return call
+    def _iterate(self, iterate: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
+        iterator = iterate(loader)
+        with suppress(StopIteration):
+            while True:
+                yield self._fetch(next, iterator)
 
     @contextmanager
     def _phase(self, phase: str) -> Iterator[None]:
@@ -232,7 +211,15 @@ class ScriptEvents:
         """Return a closure that enters the phase of forward; a value of another kind as it is."""
         if not callable(value) or len(self._stepping) > 1:
             return value
-        return self._in_phase(FORWARD, value, functools.partial(self._before_update, again=True))
+
+        @functools.wraps(value)
+        def closure() -> Any:
+            with self._phase(FORWARD):
+                result = value()
+            self._before_update(again=True)
+            return result
+
+        return closure
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepping.pop()

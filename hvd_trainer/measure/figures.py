@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from hvd_trainer.measure.steps import FOLDER
-from hvd_trainer.observe.phases import COLLECTIVE, PARTS, exchange_s
+from hvd_trainer.observe.phases import COLLECTIVE, PHASES, exchange_s
 
 STEP_PARTS = {
     "data": "fetching data",
@@ -31,7 +31,7 @@ STEP_PARTS = {
     "backward": "backward",
     "exchange": "exchanging gradients",
     "straggler": "waiting for the slowest rank",
-    "step": "the optimizer's update",
+    "update": "the optimizer's update",
     "other": "the rest",
 }
 """The parts of a step's time, over all ranks, in words."""
@@ -186,8 +186,9 @@ def times(seconds: Any) -> dict[str, Any]:
     """
     means = seconds.mean(axis=(0, 1))
     exchange = float(exchange_s(seconds).mean())
-    parts = {name: float(mean) for name, mean in zip(PARTS, means, strict=True) if name != "collective"}
-    parts |= {"exchange": exchange, "straggler": float(means[COLLECTIVE]) - exchange}
+    phases = {name: float(mean) for name, mean in zip(PHASES, means, strict=True)}
+    shared = {"exchange": exchange, "straggler": phases["collective"] - exchange, "update": phases["step"]}
+    parts = {**phases, **shared}
     computing = seconds.sum(axis=2).mean(axis=1) - seconds[:, :, COLLECTIVE].mean(axis=1)
     return {
         "step_s": float(means.sum()),

@@ -8,7 +8,6 @@ torch.distributed.all_reduce     of a gradient does nothing
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
@@ -25,23 +24,15 @@ from hvd_trainer.utils.import_hooks import ImportHooks, wrap
 from hvd_trainer.utils.tensors import parameters_of
 
 
-def replace(undo: ExitStack, holder: Any, name: str, value: Any) -> None:
-    """Replace an attribute of a class or a module until `undo` is closed."""
-    if name in vars(holder):
-        undo.callback(setattr, holder, name, vars(holder)[name])
-    else:
-        undo.callback(delattr, holder, name)
-    setattr(holder, name, value)
-
-
 def leave_out_exchange() -> ExitStack:
     """Leave the exchange out of whatever this process runs from now on; return what takes that back on `close`."""
     undo = ExitStack()
-    ignored = property(lambda model: False, lambda model, value: None)
-    replace(undo, DistributedDataParallel, "require_backward_grad_sync", ignored)
+    # As within its no_sync(); each model sets an attribute of this name.
+    ignored: Any = property(lambda model: False, lambda model, value: None)
+    DistributedDataParallel.require_backward_grad_sync = ignored
+    undo.callback(delattr, DistributedDataParallel, "require_backward_grad_sync")
     gradients = _Gradients()
-    for module in (torch.distributed, torch.distributed.distributed_c10d):
-        replace(undo, module, "all_reduce", gradients.skip_in_torch(module.all_reduce))
+    wrap("all_reduce", gradients.skip_in_torch, torch.distributed, undo)
     after: dict[str, Callable[[ModuleType], None]] = {
         "horovod.torch.optimizer": _stop_horovod,
         "hvd_trainer.hvd.optimizer": _stop_hvd,
@@ -85,14 +76,9 @@ class _Gradients:
         """Do what a function does that exchanges a tensor and returns it, but nothing for a gradient."""
         return tensor if self._has(tensor) else function(tensor, *args, **kwargs)
 
-    def skip_in_torch(self, function: Any) -> Any:
-        """Return such a function of torch.distributed, which returns a handle."""
-
-        @functools.wraps(function)
-        def skip(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return _Done() if self._has(tensor) else function(tensor, *args, **kwargs)
-
-        return skip
+    def skip_in_torch(self, function: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Do the same with such a function of torch.distributed, which returns a handle."""
+        return _Done() if self._has(tensor) else function(tensor, *args, **kwargs)
 
     def skip_in_horovod(self, module: ModuleType) -> None:
         """Replace the functions that exchange one tensor and return it."""
@@ -101,18 +87,21 @@ class _Gradients:
 
 
 def _stop_horovod(module: ModuleType) -> None:
-    def synchronize(optimizer: Any) -> None:
+    def synchronize(_: Any, optimizer: Any) -> None:
         optimizer._synchronized = True
 
-    module._DistributedOptimizer._register_hooks = lambda optimizer: None
-    module._DistributedOptimizer.synchronize = synchronize
-    module._DistributedAdasumOptimizer._register_hooks = _refuse
+    wrap("_register_hooks", _nothing, module._DistributedOptimizer)
+    wrap("synchronize", synchronize, module._DistributedOptimizer)
+    wrap("_register_hooks", _refuse, module._DistributedAdasumOptimizer)
 
 
 def _stop_hvd(module: ModuleType) -> None:
-    module._GradientReducer.complete = lambda reducer, parameter: None
-    module._GradientReducer.finish = lambda reducer: reducer.reset()
-    module._AdasumOptimizer.__init__ = _refuse
+    wrap("complete", _nothing, module._GradientReducer)
+    wrap("finish", lambda _, reducer: reducer.reset(), module._GradientReducer)
+    wrap("__init__", _refuse, module._AdasumOptimizer)
+
+
+def _nothing(*_: Any) -> None: ...
 
 
 def _refuse(*_: Any, **__: Any) -> None:

@@ -54,7 +54,7 @@ class Listener:
         """Take note that the training has started: of a script, that its first optimizer step has ended."""
 
     def on_phase(self, phase: str) -> None:
-        """Take note that another phase of `observe.phases.PARTS` begins."""
+        """Take note that another phase of `observe.phases.PHASES` begins."""
 
     def on_batch(self, batch: Any, loader: object) -> None:
         """Take note of a batch that is drawn."""

@@ -40,8 +40,8 @@ class Message:
     """optimizer steps after which the job ends; None: its own end"""
     endless: bool = False
     """a job on the Trainer makes these steps however few epochs it has; another script ends with its data"""
-    stop_at: tuple[int, int] | None = None
-    """let this rank stop (SIGSTOP) after so many optimizer steps, until a tool lets it continue: (rank, steps)"""
+    stop_at: tuple[int, ...] = ()
+    """a rank, and after how many optimizer steps it stops (SIGSTOP), each time until a tool lets it continue"""
     exchange: bool = True
     """exchange gradients; without it each rank trains a model of its own"""
     trace_steps: int | None = None

@@ -14,8 +14,8 @@ from hvd_trainer.measure.stacks import sampler
 from hvd_trainer.measure.steps import recorder
 from hvd_trainer.utils.files import atomic_write
 
-MARK = "stopped"
-"""The file in the log folder that has the number of the stopped process."""
+MARK = "stopped-{}"
+"""The file in the log folder that has the number of the process that has stopped after so many steps."""
 
 
 def recorders(message: Message, rank: int, size: int) -> Iterator[Listener]:
@@ -29,8 +29,8 @@ def recorders(message: Message, rank: int, size: int) -> Iterator[Listener]:
         from hvd_trainer.measure.trace import Trace  # with what a Trainer needs
 
         yield Trace(log, rank, size, message.trace_steps)
-    if message.stop_at is not None and message.stop_at[0] == rank:
-        yield AfterSteps(message.stop_at[1], partial(_stop, log))
+    for steps in message.stop_at[1:] if message.stop_at[:1] == (rank,) else ():
+        yield AfterSteps(steps, partial(_stop, log, steps))
 
 
 class AfterSteps(Listener):
@@ -45,9 +45,9 @@ class AfterSteps(Listener):
             self._call()
 
 
-def _stop(log: Path) -> None:
+def _stop(log: Path, steps: int) -> None:
     """Leave a mark in the log folder, and stop until a tool lets this process continue."""
     log.mkdir(parents=True, exist_ok=True)
-    with atomic_write(log / MARK) as temporary:
+    with atomic_write(log / MARK.format(steps)) as temporary:
         temporary.write_text(str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -73,6 +73,8 @@ class Table:
     rows: Sequence[Sequence[str]]
     words: Sequence[int] = (0,)
     """the places of columns of words; the others are numbers"""
+    is_open: bool = False
+    """whether the page shows it at once"""
 
     def compact(self) -> Table:
         """Return it without the columns in which no row has anything."""
@@ -81,7 +83,7 @@ class Table:
         ]
         rows = [[row[place] for place in used] for row in self.rows]
         words = [new for new, old in enumerate(used) if old in self.words]
-        return Table(self.title, [self.columns[place] for place in used], rows, words)
+        return replace(self, columns=[self.columns[place] for place in used], rows=rows, words=words)
 
     def rich(self) -> Any:
         """Return it for a console of `rich`."""

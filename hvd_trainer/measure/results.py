@@ -58,8 +58,7 @@ class TrialResult(Generic[T]):
         rounds = {}
         for number, run in self.runs.items():
             parts = {f"{name}_s": seconds for name, seconds in run.figures.get("parts", {}).items()}
-            # The part called step is the update; step_s is the whole step.
-            rounds[number] = {**parts, "update_s": parts.get("step_s"), "step_s": None, **run.figures}
+            rounds[number] = {**parts, **run.figures}
             if "first_step_at" in run.figures:
                 # From the launcher's start to the end of the slowest rank's first step.
                 rounds[number]["startup_s"] = run.figures["first_step_at"] - run.began_at

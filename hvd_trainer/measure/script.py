@@ -6,7 +6,7 @@ import os
 import random
 import sys
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ from hvd_trainer.measure.events import ScriptEvents
 from hvd_trainer.measure.leave_out import leave_out_exchange
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.recorders import AfterSteps, recorders
-from hvd_trainer.utils.import_hooks import ImportHooks
+from hvd_trainer.utils.import_hooks import ImportHooks, wrap
 
 
 def measure_script(message: Message) -> None:
@@ -47,12 +47,10 @@ def _seed(rank: int) -> None:
 
 def _leave_to_trainer(events: ScriptEvents, undo: ExitStack, module: ModuleType) -> None:
     """Stop to listen when a `Trainer` is made, and leave nothing out: it obeys the message itself."""
-    original = module.Trainer.__init__
 
-    @wraps(original)
-    def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def init(original: Any, *args: Any, **kwargs: Any) -> None:
         events.uninstall()
         undo.close()
-        original(trainer, *args, **kwargs)
+        original(*args, **kwargs)
 
-    module.Trainer.__init__ = init
+    wrap("__init__", init, module.Trainer)

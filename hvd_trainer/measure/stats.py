@@ -63,6 +63,13 @@ class Ratio:
         return all(bound is not None and abs(math.log(bound)) < math.log1p(self.least) for bound in bounds)
 
     @property
+    def evidence(self) -> tuple[float, float]:
+        """How far it is from 1: in widths of its interval, of which it may have none, and by itself."""
+        size = abs(math.log(self.value))
+        width = math.inf if self.low is None or self.high is None else math.log(self.high / self.low)
+        return size / max(width, 1e-12), size
+
+    @property
     def inverse(self) -> Ratio:
         """The ratio of the second figure to the first."""
         low, high = (None if bound is None else 1 / bound for bound in (self.high, self.low))

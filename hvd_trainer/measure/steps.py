@@ -16,7 +16,7 @@ import torch
 
 from hvd_trainer.measure.listener import End, Listener, Step
 from hvd_trainer.observe.memory import MB, peak_bytes
-from hvd_trainer.observe.phases import PARTS, Clock, Phases
+from hvd_trainer.observe.phases import PHASES, Clock, Phases
 from hvd_trainer.utils.files import atomic_write
 
 FOLDER, FIRST_STEP = "steps", "first-step"
@@ -87,7 +87,7 @@ class StepRecorder(Listener):
         columns: dict[str, Any] = {name: table[name] for name in table.dtype.names or ()}
         self._file.parent.mkdir(parents=True, exist_ok=True)
         columns |= {
-            "parts": np.array(PARTS),
+            "parts": np.array(PHASES),
             "seconds": np.concatenate(self._seconds),
             "step": np.arange(1, len(table) + 1),
             "first_step_at": self._first_step_at,

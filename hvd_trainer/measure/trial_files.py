@@ -35,6 +35,7 @@ from types import ModuleType
 from typing import Any
 
 from hvd_trainer.errors import UserError
+from hvd_trainer.measure.save_kill import HITS, SaveKill
 from hvd_trainer.utils.import_hooks import ImportHooks, wrap
 
 VARIABLE = "HVD_TRAINER_TRIAL"
@@ -87,6 +88,8 @@ class FileGuard:
         self._read: set[str] = set()
         self._below = (user + os.sep, place + os.sep)
         self._detaching = threading.RLock()
+        is_killed = os.path.exists(os.path.join(place, HITS))
+        self._save_kill = SaveKill(place) if is_killed else None
 
     def install(self) -> None:
         """Begin to look."""
@@ -111,7 +114,7 @@ class FileGuard:
 
         sys.addaudithook(hook)
         after = {name: functools.partial(self._wrap, *writer) for name, writer in WRITERS.items()}
-        ImportHooks(aliases={}, absent={}, after=after).install()
+        ImportHooks(aliases={}, absent={}, after=after, stays=True).install()
 
     def before_write(self, path: Any, *, keeps: bool = True, is_sure: bool = True) -> None:
         """Make a link of the trial a file of its own, and let other files be as they were.
@@ -142,6 +145,12 @@ class FileGuard:
         else:
             # Also what is opened to read and write: a mapped file (`np.memmap`) changes without another sign.
             self.before_write(path, keeps=not flags & os.O_TRUNC)
+            if not flags & os.O_APPEND:  # what only appends, such as to a log, is no save
+                self._before_save(path)
+
+    def _before_save(self, path: Any) -> None:
+        if self._save_kill is not None:
+            self._save_kill.before_write(os.path.realpath(os.fsdecode(path)))
 
     def _note_read(self, path: str) -> None:
         """Note a file that is read, if it is code of the job's, or any other file below the user's folder."""
@@ -170,6 +179,8 @@ class FileGuard:
         for path in (source, target):
             self._on_remove(path, *folders[:1])
         self._on_make(target)
+        if self._save_kill is not None:
+            self._save_kill.before_rename(os.path.realpath(os.fsdecode(source)))
 
     def _on_make(self, path: Any) -> None:
         """Take note of what a trial makes outside of its place."""
@@ -247,6 +258,7 @@ class FileGuard:
             path = args[position] if len(args) > position else kwargs.get("f", kwargs.get("filename"))
             if isinstance(path, str | bytes | os.PathLike):
                 self.before_write(path, keeps=False)
+                self._before_save(path)
             return write(*args, **kwargs)
 
         wrap(name, look_and_write, module)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -117,7 +117,7 @@ def append_run(folder: Path, run: RunRecord) -> None:
 
 
 class Trial(Protocol):
-    """A way to run a job. Tools have classes of their own for it, or take `JobTrial`."""
+    """A way to run a job: mostly a `MeasuredTrial`."""
 
     @property
     def label(self) -> str:
@@ -135,15 +135,6 @@ class Trial(Protocol):
 
         An exception, such as an OptionError, is passed on, and the run is not recorded.
         """
-
-
-class JobTrial(NamedTuple):
-    """A trial that is put together from functions."""
-
-    label: str
-    identity: Mapping[str, Any]
-    start: Callable[[Path], Start]
-    read: Callable[[Path], Mapping[str, Any] | None]
 
 
 P = TypeVar("P")

@@ -18,9 +18,9 @@ import torch
 
 from hvd_trainer.utils import accelerator
 
-PARTS = ("data", "forward", "backward", "collective", "step", "other")
+PHASES = ("data", "forward", "backward", "collective", "step", "other")
 """Parts of a step; `other` is the rest, such as a save or the beginning of an epoch."""
-OTHER, COLLECTIVE = PARTS.index("other"), PARTS.index("collective")
+OTHER, COLLECTIVE = PHASES.index("other"), PHASES.index("collective")
 
 
 class Clock:
@@ -62,7 +62,7 @@ class Phases:
 
     def begin(self) -> None:
         """Begin a step. The time since the last one belongs to none, such as that between two epochs."""
-        self.enter(PARTS[OTHER])
+        self.enter(PHASES[OTHER])
         self._first = len(self._marks) - 1
 
     def enter(self, phase: str) -> None:
@@ -81,10 +81,10 @@ class Phases:
 
         The clock must have settled.
         """
-        table = np.zeros((len(self._steps), len(PARTS)))
+        table = np.zeros((len(self._steps), len(PHASES)))
         for row, (first, last) in enumerate(self._steps):
             for (phase, start), (_, end) in pairwise(self._marks[first : last + 1]):
-                table[row, PARTS.index(phase) if phase in PARTS else OTHER] += self._clock.seconds(start, end)
+                table[row, PHASES.index(phase) if phase in PHASES else OTHER] += self._clock.seconds(start, end)
         self._marks, self._steps, self._first = self._marks[self._first :], [], 0
         return table
 

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from hvd_trainer.backends import Backend, StepResult
 from hvd_trainer.errors import first_line
 from hvd_trainer.observe.callback import Observer, RunView
-from hvd_trainer.observe.phases import COLLECTIVE, PARTS, Clock, Phases, exchange_s
+from hvd_trainer.observe.phases import COLLECTIVE, PHASES, Clock, Phases, exchange_s
 from hvd_trainer.observe.run_log import RunLog
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.files import atomic_write
@@ -196,7 +196,7 @@ def waiting_table(numbers: Sequence[int], seconds: Any) -> list[str]:
     lasts = np.bincount(seconds[:, :, COLLECTIVE].argmin(axis=0), minlength=ranks)
     table = 1000 * np.column_stack([seconds.mean(axis=1), seconds.sum(axis=2).mean(axis=1), waited.mean(axis=1)])
     shown = sorted(np.argsort(-lasts, kind="stable")[:ROWS])
-    cells = [["rank", *PARTS, "whole", "waited", "last in"]]
+    cells = [["rank", *PHASES, "whole", "waited", "last in"]]
     cells += [[str(rank), *(f"{ms:.2f}" for ms in table[rank]), f"{lasts[rank]} steps"] for rank in shown]
     return [
         f"steps {numbers[0]} to {numbers[-1]} of {plural(ranks, 'rank')}, mean in ms (waited: of collective, for "

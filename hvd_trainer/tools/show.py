@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import webbrowser
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +21,7 @@ from tyro.conf import Positional, arg
 
 from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import OptionError
-from hvd_trainer.measure.chart import draw_lines
+from hvd_trainer.measure.chart import Style, draw_lines
 from hvd_trainer.measure.formats import check_installed, number
 from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.report import Picture, Report, Table, Verdict
@@ -30,8 +30,13 @@ from hvd_trainer.observe.run_folder import CONFIG, METRICS
 from hvd_trainer.utils.files import open_regular
 from hvd_trainer.utils.text import COMMAND, plural
 
+BEST: Mapping[str, Callable[[Iterable[float]], float]] = {"val_accuracy": max, "val_loss": min, "train_loss": min}
+"""Figures by which runs are compared, the first that all of them have, and which is the best."""
 MAX_TOGETHER = 3
 """Runs whose training and test figures are drawn in one chart."""
+FAILURES, TEST = "failures", "test"
+KINDS = {"train": "training", "val": TEST}
+"""What the beginnings of figures' names stand for."""
 DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
 """Variables that say that there is a browser to open."""
 
@@ -60,6 +65,7 @@ class Run:
     """What a run has kept."""
 
     name: str
+    folder: Path
     records: Sequence[Mapping[str, Any]]
     """of metrics.jsonl; at least one"""
     options: Mapping[str, Any]
@@ -68,8 +74,8 @@ class Run:
     """times of checkpoints and of failure reports"""
 
     @classmethod
-    def read(cls, folder: Path) -> Run:
-        """Return the run in a log folder.
+    def read(cls, folder: Path, name: str) -> Run:
+        """Return the run in a log folder, by its name for people.
 
         Raises:
             OptionError: there is none.
@@ -86,7 +92,7 @@ class Run:
             raise OptionError(f"{folder} has no {METRICS} with a step or an epoch: name a run's --log-dir")
         with suppress(OSError, ValueError, yaml.YAMLError, msgspec.ValidationError):
             options = msgspec.convert(yaml.safe_load((folder / CONFIG).read_text()), dict[str, Any])
-        return cls(str(folder), records, options, *(_times(folder / name) for name in ("checkpoints", "failures")))
+        return cls(name, folder, records, options, *(_times(folder / kept) for kept in ("checkpoints", FAILURES)))
 
     @cached_property
     def last(self) -> Mapping[str, Any]:
@@ -112,7 +118,7 @@ class Run:
 
     def marks(self) -> Iterator[tuple[float, str]]:
         """Yield what happened, by minutes since the start: restarts, saves that are still kept, and failures."""
-        for text, times in (("restart", self.starts[1:]), ("save", self.saves), ("failure", self.failures)):
+        for text, times in (("failure", self.failures), ("restart", self.starts[1:]), ("save", self.saves)):
             yield from (((moment - self.starts[0]) / 60, text) for moment in times)
 
 
@@ -129,11 +135,33 @@ def verdict(run: Run) -> Verdict:
     steps = f"{plural(run.last['step'], 'step')}{'' if has_ended else ' so far'}"
     figures = [f"{name.replace('_', ' ')} {run.last[name]:.4g}" for name in sorted(kinds)]
     text = f"{run.name}: {', '.join([steps, *figures])}."
-    failed = [f"It failed {plural(len(run.failures), 'time')}: see {run.name}/failures."] if run.failures else []
+    failed = (
+        [f"It failed {plural(len(run.failures), 'time')}: see {run.folder / FAILURES}."] if run.failures else []
+    )
     if not has_ended:
         return Verdict(text, "failed" if failed else "unsure", failed, badge="FAILED" if failed else "NOT ENDED")
     shown = next((name for name in ("val_accuracy", "val_loss", "train_loss") if name in kinds), "step")
     return Verdict(text, "sure", failed, badge=f"{shown.replace('_', ' ')} {run.last[shown]:.4g}".upper())
+
+
+def compare(runs: Sequence[Run]) -> Iterator[Verdict]:
+    """Say which of several runs has the best figure that all have: of tests, where there are any."""
+    name = next((n for n in BEST if all(isinstance(run.last.get(n), float) for run in runs)), None)
+    if len(runs) == 1 or name is None:
+        return
+    ranked = sorted(runs, key=lambda run: run.last[name], reverse=BEST[name] is max)
+    best, *others = ranked
+    figures = ", ".join(f"{run.last[name]:.4g} of {run.name}" for run in others)
+    kind = f"{'highest' if BEST[name] is max else 'lowest'} {name.replace('_', ' ')}"
+    failed = [run.name for run in runs if run.failures]
+    more = [f"Failed: {', '.join(failed)}."] if failed else []
+    same = all(run.last[name] == best.last[name] for run in runs)
+    text = f"All {len(runs)} have the same {name.replace('_', ' ')}, {best.last[name]:.4g}."
+    if same:
+        kind = f"the same {name.replace('_', ' ')}"
+    else:
+        text = f"{best.name} has the {kind}, {best.last[name]:.4g}, beside {figures}."
+    yield Verdict(text, "failed" if failed else "sure", more, badge=f"{kind} {best.last[name]:.4g}".upper())
 
 
 def pictures(runs: Sequence[Run]) -> Iterator[Picture]:
@@ -146,13 +174,17 @@ def pictures(runs: Sequence[Run]) -> Iterator[Picture]:
         charts.setdefault(title, []).append(name)
     charts |= {"samples per second": ["samples_per_s"], "learning rate": ["lr"]}
     for title, shown in charts.items():
-        lines = {
-            " ".join([name.split("_")[0]] * (len(shown) > 1) + [run.name] * (len(runs) > 1)): run.curve(name)
-            for name in shown
-            for run in runs
-        }
-        yield from draw_lines(title, "By optimizer steps.", lines, across="step")
-    marks = [mark for run in runs for mark in run.marks()]
+        lines, styles = {}, {}
+        for colour, run in enumerate(runs):
+            for name in shown:
+                kind = KINDS.get(name.partition("_")[0], "")
+                line = ", ".join([kind] * (len(shown) > 1) + [run.name] * (len(runs) > 1))
+                lines[line] = run.curve(name)
+                styles[line] = Style(colour, "--" if kind == TEST else "-")
+        text = "By optimizer steps." + (" Solid: training; dashed: test." if len(shown) > 1 else "")
+        yield from draw_lines(title, text, lines, styles=styles, across="step")
+    # The rare ones first, which are named where several are near each other.
+    marks = sorted((mark for run in runs for mark in run.marks()), key=lambda mark: mark[1] == "save")
     text = "Dotted: restarts, failures, and the saves that are still kept."
     lines = {run.name: run.progress() for run in runs}
     yield from draw_lines("steps by time", text, lines, across="minutes", up="step", marks=marks)
@@ -171,7 +203,7 @@ def tables(runs: Sequence[Run]) -> Iterator[Table]:
     cells = [(name, *(str(run.options.get(name, "-")) for run in runs)) for name in options]
     differ = [row for row in cells if len({*row[1:]}) > 1]
     if differ:
-        yield Table("Options that differ", ("", *(run.name for run in runs)), differ, range(len(runs) + 1))
+        yield Table("Options that differ", ("", *(run.name for run in runs)), differ, range(len(runs) + 1), True)
 
 
 def _is_figure(value: Any) -> TypeGuard[float]:
@@ -188,10 +220,13 @@ def main(argv: Sequence[str]) -> int:
     check_installed()
     if not options.log_dirs:
         raise OptionError(f"show draws runs by their log folders, and none is named. Type: {COMMAND} show LOG_DIR")
-    runs = [Run.read(folder) for folder in options.log_dirs]
+    folders = [str(folder) for folder in options.log_dirs]
+    above = os.path.commonpath([os.path.abspath(folder) for folder in folders])
+    names = [os.path.relpath(folder, above) for folder in folders] if len({*folders}) > 1 else folders
+    runs = [Run.read(folder, name) for folder, name in zip(options.log_dirs, names, strict=True)]
     report = Report(
         ran=ran,
-        verdicts=[*map(verdict, runs)],
+        verdicts=[*compare(runs), *map(verdict, runs)],
         pictures=[*pictures(runs)],
         tables=[*tables(runs)],
         data={"runs": {run.name: dict(run.last) for run in runs}},

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import MappingProxyType, ModuleType
@@ -45,6 +46,7 @@ class ImportHooks(MetaPathFinder):
         single: the same for a name alone, and not for its submodules.
         absent: the error for a name and its submodules.
         after: called with a module of this name when it has been executed, before its importer continues.
+        stays: whether they are none of those that `uninstall_all` ends.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class ImportHooks(MetaPathFinder):
         absent: Mapping[str, str],
         single: Mapping[str, str] = MappingProxyType({}),
         after: Mapping[str, Callable[[ModuleType], None]],
+        stays: bool = False,
     ) -> None:
+        self.stays = stays
         self._aliases, self._single, self._absent, self._after = aliases, single, absent, after
         self._finding: set[str] = set()
 
@@ -71,8 +75,8 @@ class ImportHooks(MetaPathFinder):
 
     @classmethod
     def uninstall_all(cls) -> None:
-        """Let no hooks change what is imported from now on."""
-        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, cls)]
+        """Let no hooks but those that stay change what is imported from now on."""
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, cls) or finder.stays]
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -119,10 +123,13 @@ def _call_after(loader: Loader, hook: Callable[[ModuleType], None]) -> None:
     loader.exec_module = execute_and_call  # type: ignore[method-assign]
 
 
-def wrap(name: str, wrapper: Callable[..., Any], holder: Any) -> None:
+def wrap(name: str, wrapper: Callable[..., Any], holder: Any, undo: ExitStack | None = None) -> None:
     """Put `wrapper`, whose first argument is the original, in the place of a function of a module or class.
 
     Also in modules that have imported it from there before, as `torch.distributed.device_mesh` has.
+
+    Args:
+        undo: puts the original back when it is closed; None: nothing does.
     """
     original = getattr(holder, name)
 
@@ -130,7 +137,8 @@ def wrap(name: str, wrapper: Callable[..., Any], holder: Any) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
-    setattr(holder, name, call)
-    for module in [*sys.modules.values()]:
-        if isinstance(module, ModuleType) and vars(module).get(name) is original:
-            setattr(module, name, call)
+    modules = [module for module in sys.modules.values() if isinstance(module, ModuleType)]
+    for place in {holder, *(module for module in modules if vars(module).get(name) is original)}:
+        setattr(place, name, call)
+        if undo is not None:
+            undo.callback(setattr, place, name, original)

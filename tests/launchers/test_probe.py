@@ -21,7 +21,7 @@ from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.steps import StepRecorder
 from hvd_trainer.measure.trials import TrialRunner
-from hvd_trainer.observe.phases import PARTS, Clock
+from hvd_trainer.observe.phases import PHASES, Clock
 
 pytestmark = pytest.mark.warm
 SCRIPT = """
@@ -111,7 +111,7 @@ def test_probe_records_steps_and_samples_of_a_script(tmp_path: Path, max_steps: 
         steps = 15 if max_steps is None else max_steps
         assert found["step"].tolist() == list(range(1, steps + 1))
         assert found["samples"].tolist() == [8] * steps
-        parts = dict(zip(PARTS, found["seconds"][1:].mean(axis=0), strict=True))
+        parts = dict(zip(PHASES, found["seconds"][1:].mean(axis=0), strict=True))
         assert parts["forward"] > 0.01 > parts["backward"] > 0
         assert min(parts["data"], parts["step"]) > 0
 

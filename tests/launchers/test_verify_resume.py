@@ -41,7 +41,7 @@ for step in range(made + 1, steps + 1):
     model(torch.randn(8, 4, generator=generator)).square().mean().backward()
     optimizer.step()
     if dist.get_rank() == 0:
-        saved = {"made": step, "model": model.module.state_dict(), "large": torch.zeros(2**21)}
+        saved = {"made": step, "model": model.module.state_dict()}
         if way == "torn":
             torch.save(saved, file)
         else:
@@ -94,17 +94,17 @@ def test_verify_resume_kills_a_script_and_its_launcher(
     [
         (
             "torn",
-            "1",
+            "3",
             1,
             ["The job did not run again after rank 0 killed inside a save of snapshot.pt", "os.replace"],
         ),
-        pytest.param("whole", "3", 0, [f"1 of them inside a save, {SAME}"], marks=pytest.mark.long),
+        ("whole", "3", 0, [f"1 of them inside a save, {SAME}"]),
     ],
 )
 def test_a_kill_inside_a_save_shows_a_torn_one(
     way: str, ranks: str, code: int, texts: list[str], tmp_path: Path
 ) -> None:
-    """All kills were behind `optimizer.step()`, so that NOTHING LOST was said of such a script, too."""
+    """A save of a few kilobytes is over before any look at it, and NOTHING LOST was said of such a script."""
     (tmp_path / "train.py").write_text(SAVES)
     options = ["--np", ranks, "--kills", "1", "--backend", "ddp", "--out", str(tmp_path / "out")]
     words = ["-m", "hvd_trainer", "verify-resume", *options, "--", "train.py", way]

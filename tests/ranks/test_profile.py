@@ -13,7 +13,7 @@ import pytest
 from launchers import QUICKEST, SUPPORT, launch, requires
 from records import records
 
-from hvd_trainer.observe.phases import PARTS
+from hvd_trainer.observe.phases import PHASES
 from hvd_trainer.observe.profile import ROWS, waiting_table
 
 pytestmark = pytest.mark.warm
@@ -55,7 +55,7 @@ def steps_of(events: Sequence[dict[str, Any]]) -> list[str]:
     own = [e for e in events if e["ph"] == "X"]
     steps = [e for e in own if e["name"].startswith("ProfilerStep#")]
     (row,) = {e["tid"] for e in steps}
-    marked = {name: [e for e in own if e["name"] == name and e["tid"] == row] for name in PARTS[:-1]}
+    marked = {name: [e for e in own if e["name"] == name and e["tid"] == row] for name in PHASES[:-1]}
     for name, phases in marked.items():
         assert all(any(is_in(phase, step) for step in steps) for phase in phases), name
         assert len([step for step in steps if any(is_in(phase, step) for phase in phases)]) >= len(steps) - 1, name
@@ -153,13 +153,13 @@ def test_waiting_table_names_the_last_rank() -> None:
     seconds = np.array([[quick, quick, slow], [slow, slow, quick]], dtype=float)
     heading, columns, *rows = waiting_table([4, 5, 6], seconds)
     assert heading.startswith("steps 4 to 6 of 2 ranks, ")
-    assert columns.split() == ["rank", *PARTS, "whole", "waited", "last", "in"]
+    assert columns.split() == ["rank", *PHASES, "whole", "waited", "last", "in"]
     assert [row.split()[-3:] for row in rows] == [["2000.00", "1", "steps"], ["1000.00", "2", "steps"]]
 
 
 def test_waiting_table_of_many_ranks_has_those_that_were_last() -> None:
-    seconds = np.ones((2 * ROWS, 2, len(PARTS)))
-    seconds[-1, :, PARTS.index("collective")] = 0
+    seconds = np.ones((2 * ROWS, 2, len(PHASES)))
+    seconds[-1, :, PHASES.index("collective")] = 0
     _, _, *rows = waiting_table([1, 2], seconds)
     assert len(rows) == ROWS
     assert rows[-1].split()[0] == str(2 * ROWS - 1)

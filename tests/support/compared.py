@@ -31,7 +31,7 @@ WORK = {
 }
 RAN = Ran("python -m hvd_trainer compare --rounds 2 -- -m hvd_trainer.mnist", "2026-11-26 17:20", "vm", 2, 0.3)
 FIGURES = {"work": WORK, "step_s": 0.1, "first_step_at": 1.0}
-PARTS = ("data", "forward", "backward", "exchange", "straggler", "step", "other")
+PARTS = ("data", "forward", "backward", "exchange", "straggler", "update", "other")
 
 
 def varied(**values: str) -> list[Axis]:

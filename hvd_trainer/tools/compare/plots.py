@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_trainer.measure.chart import COLOURS, SIZE, STYLE, TEXT_STYLE, add_legend, as_element, figure_in
+from hvd_trainer.measure.chart import COLOURS, SIZE, STYLE, TEXT_STYLE, Value, add_legend, as_element, figure_in
 from hvd_trainer.measure.formats import number
 from hvd_trainer.measure.report import Picture
 from hvd_trainer.tools.compare.plan import Axis
@@ -42,12 +42,15 @@ def draw_speed(results: Sequence[Result]) -> list[Picture]:
     if not 0 < len(lines) <= len(COLOURS):
         return []
     with figure_in(STYLE, SIZE) as figure:
-        axes = figure.subplots()
-        for colour, line in zip(COLOURS, lines.values(), strict=False):
+        axes, values = figure.subplots(), []
+        for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
             ranks = [result.trial.ranks for result in line]
             spread = [sorted(result.by_round("samples_per_s").values()) for result in line]
-            rates = [median(values) for values in spread]
-            bars = [(rate - values[0], values[-1] - rate) for rate, values in zip(rates, spread, strict=True)]
+            rates = [median(each) for each in spread]
+            bars = [(rate - each[0], each[-1] - rate) for rate, each in zip(rates, spread, strict=True)]
+            for x, rate, each in zip(ranks, rates, spread, strict=True):
+                said = f"{name} x {x}: {rate:,.0f} samples/s, {each[0]:,.0f} to {each[-1]:,.0f}"
+                values.append(Value(axes, x, rate, said))
             axes.errorbar(ranks, rates, np.transpose(bars), color=colour, marker="o", capsize=3, label="line")
             if ranks[0] == 1 and len(ranks) > 1:
                 axes.plot(ranks, [rates[0] * n for n in ranks], color=colour, linestyle=":", linewidth=1)
@@ -56,9 +59,9 @@ def draw_speed(results: Sequence[Result]) -> list[Picture]:
         axes.set_ylim(bottom=0)
         axes.set(xlabel="ranks", ylabel="samples/s")
         axes.yaxis.set_major_formatter("{x:,.0f}")
-        add_legend(axes, lines)
-        svg = as_element(figure)
-    text = "Medians, with the lowest and highest round. Dotted: as many times one rank."
+        add_legend(figure, lines)
+        svg = as_element(figure, values)
+    text = "Medians, with the lowest and highest round. Dotted: linear scaling."
     return [Picture("Samples per second by ranks", text, svg)]
 
 
@@ -75,7 +78,7 @@ def draw_heat_map(comparison: Comparison) -> list[Picture]:
     with figure_in(MAP_STYLE, (max(width + 1, MIN_WIDTH), len(up) * CELL_HEIGHT + 1)) as figure:
         from matplotlib.patches import Patch
 
-        axes = figure.subplots()
+        axes, values = figure.subplots(), []
         axes.patch.set(**FAILED)  # seen where there is no cell
         shades = np.full((len(up), len(across.values)), np.nan)
         for y, results in enumerate(up.values()):
@@ -83,6 +86,7 @@ def draw_heat_map(comparison: Comparison) -> list[Picture]:
                 x, rate = across.values.index(result.trial.values[across.name]), rates[result.trial.key]
                 if rate is not None:
                     shades[y, x] = rate
+                    values.append(Value(axes, x, y, f"{result.trial.label}: {rate:,.1f} samples/s"))
                     colour, weight = "white" if rate < DARK * best else "black", "bold" if rate == best else None
                     axes.text(x, y, number(rate), color=colour, weight=weight, **CENTRED)
                 elif result.state != "failed":
@@ -99,7 +103,7 @@ def draw_heat_map(comparison: Comparison) -> list[Picture]:
         figure.colorbar(mesh, ax=axes, label="throughput, samples/s", format="{x:,.0f}", pad=0.02)
         if any(result.state == "failed" for result in comparison.results):
             figure.legend(handles=[Patch(label="failed", **FAILED)], loc="outside lower right", frameon=False)
-        svg = as_element(figure)
+        svg = as_element(figure, values)
     return [Picture("Heat map: throughput, samples/s", "By options; the fastest is in bold.", svg)]
 
 

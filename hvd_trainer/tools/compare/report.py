@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -21,6 +22,7 @@ MAX_NAMED = 3
 """Trials that are named with a note that many have."""
 GOOD_ROUNDS = 5
 """Rounds that are advised where there are too few."""
+FIGURE = r"\d+(\.\d+)?"
 SPEED = "Speed: medians of the rounds"
 TABLES: dict[str, Sequence[tuple[str, str, Callable[[Any], str]]]] = {
     SPEED: (
@@ -62,15 +64,17 @@ TABLES: dict[str, Sequence[tuple[str, str, Callable[[Any], str]]]] = {
 def conclude(comparison: Comparison) -> Report:
     """Return all that a comparison has to say."""
     few = any(pair.speed.low is None for pair in comparison.pairs) or bool(comparison.apart)
-    engines = [pair.verdict() for pair in comparison.pairs if not pair.is_of_values]
-    values = [fastest(pairs) for pairs in comparison.of_values]
+    compared = [fastest(pairs) for pairs in comparison.of_values]
+    compared += [pair.verdict() for pair in comparison.pairs if not pair.is_of_values]
+    compared.sort(key=lambda verdict: verdict.ratio.evidence if verdict.ratio else (0.0, 0.0), reverse=True)
     failed = failures(comparison)
     partly = [result for result in comparison.results if result.state == "done" and result.note]
-    warned = dict.fromkeys(text for run in comparison.runs for text in run.warnings)
+    # By their words: the same warning of two commands has other figures.
+    warned = {re.sub(FIGURE, "", text): text for run in comparison.runs for text in run.warnings}
     return Report(
         ran=comparison.ran,
-        verdicts=[*failed, *values, *engines] or [without_pair(comparison)],
-        warnings=[*warned, *_reasons(partly), *comparison.apart],
+        verdicts=[*failed, *compared] or [without_pair(comparison)],
+        warnings=[*warned.values(), *_reasons(partly), *comparison.apart],
         tables=tables(comparison),
         pictures=[*draw_heat_map(comparison), *draw_speed(comparison.results)],
         notes=notes(comparison),
@@ -146,7 +150,7 @@ def tables(comparison: Comparison) -> list[Table]:
             if title == SPEED or set(cells) != {"-"}:
                 rows.append([trial.entry, str(trial.ranks), *(trial.values[axis.name] for axis in axes), *cells])
         titles = ["", "ranks", *(axis.label for axis in axes), *(column[0] for column in columns)]
-        made.append(Table(title, titles, rows).compact())
+        made.append(Table(title, titles, rows, is_open=title == SPEED).compact())
     return [*values_table(comparison), *(table for table in made if len(table.columns) > 2 + len(axes))]
 
 

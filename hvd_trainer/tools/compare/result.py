@@ -18,10 +18,8 @@ from hvd_trainer.measure.trials import RunRecord
 from hvd_trainer.tools.compare.plan import Axis, CompareTrial
 from hvd_trainer.utils.text import plural
 
-PART_TEXTS = {f"{'update' if name == 'step' else name}_s": text for name, text in STEP_PARTS.items()}
-"""The parts of a step, by the names of their figures: `step_s` is the whole step."""
 MEDIANS = (
-    *("tokens_per_s", "step_s", "step_p50_s", "step_p95_s", *PART_TEXTS, "bubble"),
+    *("tokens_per_s", "step_s", "step_p50_s", "step_p95_s", *(f"{part}_s" for part in STEP_PARTS), "bubble"),
     *("startup_s", "peak_memory_mb", *FIRST),
 )
 """Figures of which a trial's median is shown as it is."""
@@ -93,13 +91,13 @@ class Pair:
         if not self.speed.matters:
             return None
         slow, fast = (self.other, self.one) if self.speed.value > 1 else (self.one, self.other)
-        parts = {name: (slow.median(name), fast.median(name)) for name in PART_TEXTS}
+        parts = {name: (slow.median(f"{name}_s"), fast.median(f"{name}_s")) for name in STEP_PARTS}
         more = {name: a - b for name, (a, b) in parts.items() if a is not None and b is not None}
         total = sum(more.values())
         if not more or total <= 0:
             return None
         named = sorted((n for n in more if abs(more[n]) >= MIN_SHARE * total), key=more.__getitem__, reverse=True)
-        parts_text = ", ".join(f"{PART_TEXTS[name]} {1000 * more[name]:+.2f} ms" for name in named)
+        parts_text = ", ".join(f"{STEP_PARTS[name]} {1000 * more[name]:+.2f} ms" for name in named)
         name = self.names[1] if slow is self.other else self.names[0]
         return f"A step of {name} takes {1000 * total:.2f} ms longer: {parts_text}."
 

@@ -291,6 +291,8 @@ class Described(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     advice: str = ""
     """it saves the detail `saved_s`, or all"""
+    part: str = ""
+    """the part of a step that it is in, by its name in `TEXTS`; empty where that is the cause's own"""
 
 
 CAUSES = msgspec.yaml.decode(Path(__file__).with_name("causes.yaml").read_bytes(), type=dict[str, Described])

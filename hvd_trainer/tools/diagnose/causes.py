@@ -144,7 +144,8 @@ def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[C
         how = "waits" if cost.waits else "computes"
         text = f"{ms(seconds)} of {ms(evidence.step_s)} ms: {where}; it {how} (CPU time {ms(cost.cpu)} ms){about}"
         saved_s = seconds / 2 if role == "update" and line is None else seconds
-        yield Cause(kind, seconds, cost.error, text, line, details={"where": str(where), "saved_s": saved_s})
+        details = {"where": str(where), "saved_s": saved_s, "role": role}
+        yield Cause(kind, seconds, cost.error, text, line, details=details)
 
 
 def _through_s(stacks: Iterable[Stack], line: Blame) -> float:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.launch.engine import choose_engine
@@ -56,11 +55,15 @@ def main(argv: Sequence[str]) -> int:
             f"{normal.engine}, as they are; then, if that explains too little, with parts left out",
             flush=True,
         )
-        with until_interrupted(trials):
+        try:
             failure = trials.measure()
             code = int(bool(failure))
+        except KeyboardInterrupt:
+            if not trials.profiles:  # in the first run: nothing is known yet
+                raise
+            trials.runner.warn("interrupted: what is told is from the runs until then")
         if not trials.profiles:
-            raise OptionError(failure or "The job ended without a step that counts")
+            raise OptionError(failure)
         diagnosis = Diagnosis(
             ran=ran,
             evidence=trials.evidence(),
@@ -74,12 +77,3 @@ def main(argv: Sequence[str]) -> int:
         stacks.write_text(json.dumps(speedscope(diagnosis.evidence.profiles, ran.command)))
         report.write(folder, "diagnosis", [stacks])
     return code
-
-
-@contextmanager
-def until_interrupted(trials: Trials) -> Iterator[None]:
-    """Let Ctrl-C end what is done inside, of which the report warns."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        trials.runner.warn("interrupted: what is told is from the runs until then")

@@ -89,6 +89,10 @@ class Evidence:
         """Mean seconds of a step of the normal run."""
         return mean(profile.step_s for profile in self.profiles)
 
+    def mean_s(self, trial: str) -> float:
+        """Return the mean seconds of a step of a trial that was run: of the normal one as its stacks tell them."""
+        return self.step_s if trial == NORMAL else mean(figures["mean_s"] for figures in self.runs[trial])
+
     @property
     def threads(self) -> int:
         """Threads of a rank's operations on tensors; 0 if unknown."""

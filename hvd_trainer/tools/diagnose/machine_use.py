@@ -31,7 +31,7 @@ class MachineUse:
     other_cores: float = 0.0
     """cores that other programs kept busy, in the mean"""
     programs: Mapping[str, float] = field(default_factory=dict)
-    """the cores of each that was there the whole time, by its name"""
+    """the cores of each that was there at the end, by its name"""
     stolen: float = 0.0
     """cores, of those that this process may use, that the hypervisor gave to other machines"""
     throttled: float = 0.0
@@ -58,10 +58,10 @@ class MachineWatch:
         seconds = max(time.monotonic() - self._began, 1e-3)
         counted = _throttled_s(), cpu_seconds("steal"), _swapped_pages()
         throttled, stolen, pages = (now - before for now, before in zip(counted, self._counted, strict=True))
+        # The run has ended: what has begun meanwhile and is there is another program.
         cores = {
-            f"{name} (process {process.pid})": (used - self._programs[process][1]) / seconds
+            f"{name} (process {process.pid})": (used - self._programs.get(process, ("", 0.0))[1]) / seconds
             for process, (name, used) in _cpu_of_programs().items()
-            if process in self._programs
         }
         return MachineUse(
             programs={name: number for name, number in cores.items() if number >= MIN_CORES},
@@ -83,7 +83,10 @@ def other_cores(profiles: Sequence[RankProfile]) -> float:
 
 
 def _cpu_of_programs() -> dict[psutil.Process, tuple[str, float]]:
-    """Return name and CPU time of each process but this one; the name of an interpreter has its script, too."""
+    """Return name and CPU time of each process but this one; the name of an interpreter has its script, too.
+
+    With the time of what it has started and waited for: a build or a test consists of many short processes.
+    """
     programs = {}
     for process in psutil.process_iter(["name", "cmdline", "cpu_times"]):
         name, used = process.info["name"], process.info["cpu_times"]
@@ -91,7 +94,7 @@ def _cpu_of_programs() -> dict[psutil.Process, tuple[str, float]]:
         if words and name.startswith(("python", "bash", "sh", "perl")):
             name = f"{name} {Path(words[0].split()[0] if words[0].split() else '').name}".strip()
         if used is not None and process.pid != os.getpid():
-            programs[process] = (name, used.user + used.system)
+            programs[process] = (name, sum(used[:4]))
     return programs
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import msgspec
 
-from hvd_trainer.measure.formats import milliseconds, number
+from hvd_trainer.measure.formats import number
 from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.report import Bar, Bars, Report, Source, Table, Verdict
 from hvd_trainer.tools.diagnose.actions import CAUSES, Action, find_actions
 from hvd_trainer.tools.diagnose.causes import OF_THE_MACHINE, find_candidates, leading
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, SIGMAS, Cause, Evidence, ms
+from hvd_trainer.tools.diagnose.roles import GIL, QUEUE, SLOW, TEXTS
 from hvd_trainer.tools.diagnose.switches import Switch, find_switches
 from hvd_trainer.tools.diagnose.trials import RUN_S, steps_of
 from hvd_trainer.utils.text import COMMAND, plural
@@ -30,26 +31,8 @@ SOURCE_LINES = 3
 """Lines before a blamed one, and behind it, that are shown with it."""
 MIN_PART = 0.005
 """Fraction of a step below which a part is not drawn."""
-QUEUE, GIL = "waiting for a CPU", "waiting for the GIL"
-PARTS = {
-    "own forward": "forward",
-    "model": "forward",
-    "exchange": "exchange, and waiting for other ranks",
-    "collective": "collectives of your code",
-    "script": "your code between the batches",
-    "lone": "what only one rank does",
-    "start": "starting loader processes",
-}
-"""Roles by the names of their parts of a step; one that is not listed is called as it is."""
-PLACES = {
-    **dict.fromkeys(("data waits", "data computes"), "data"),
-    **dict.fromkeys(("programs", "contention", "pinned", "throttled", "stolen"), QUEUE),
-    **dict.fromkeys(("slow line", "slow rank", "more work", "overlap"), PARTS["exchange"]),
-    **dict.fromkeys(("computing", "overhead", "loop"), PARTS["model"]),
-    "gil": GIL,
-    "loader starts": PARTS["start"],
-}
-"""The parts of a step in which causes are, where these are not called as the cause is."""
+LAST = ("exchange", QUEUE, GIL, SLOW)
+"""Parts behind those that the rank works in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,25 +165,35 @@ def _source(cause: Cause) -> Source | None:
 
 
 def _step_bars(diagnosis: Diagnosis) -> Bars:
-    """Return what each rank does in a typical step, and the parts of the causes in it."""
-    bars = []
-    for rank, table in enumerate(diagnosis.evidence.tables):
-        parts: dict[str, float] = defaultdict(float)
+    """Return what each rank does in a step, in the mean, and where the causes are in it."""
+    evidence, bars = diagnosis.evidence, []
+    for rank, (profile, table) in enumerate(zip(evidence.profiles, evidence.tables, strict=True)):
+        seconds = defaultdict[str, float](float)
         for role, cost in table.items():
-            parts[PARTS.get(role, role)] += 1000 * cost.own
-            parts[QUEUE] += 1000 * cost.queued
-            parts[GIL] += 1000 * cost.gil
-        shown = [(name, size) for name, size in parts.items() if size > MIN_PART * sum(parts.values())]
-        bars.append(
-            Bar(f"rank {rank}", sorted(shown, key=lambda part: part[0] in (QUEUE, GIL, PARTS["exchange"])))
-        )
-    blamed = [PLACES.get(cause.kind, PARTS.get(cause.kind, cause.kind)) for cause in diagnosis.causes]
-    named = [str(cause.details["role"]) for cause in diagnosis.causes if cause.details.get("role")]
-    blamed += [PARTS.get(name, name) for name in named]
+            seconds[TEXTS.get(role, role)] += cost.own
+            seconds[TEXTS[QUEUE]] += cost.queued
+            seconds[TEXTS[GIL]] += cost.gil
+        seconds[TEXTS[QUEUE]] += profile.slow_queued_s
+        small = [name for name, part_s in seconds.items() if part_s < MIN_PART * profile.step_s]
+        for name in small:
+            del seconds[name]
+        # The parts are those of steps that are not slow.
+        left_s = profile.step_s - sum(seconds.values())
+        if left_s >= MIN_PART * profile.step_s:
+            seconds[TEXTS[SLOW if profile.slow else "other"]] += left_s
+        scale = 1000 * profile.step_s / sum(seconds.values())
+        parts = ((name, scale * part_s) for name, part_s in seconds.items())
+        bars.append(Bar(f"rank {rank}", sorted(parts, key=lambda part: part[0] in map(TEXTS.get, LAST))))
     drawn = {name for bar in bars for name, _ in bar.parts}
-    marked = [name for name in dict.fromkeys(blamed) if name in drawn]
-    text = "In colour: where the causes are. Milliseconds of a typical step."
-    return Bars("A step of each rank", text, bars, "ms", marked)
+    marked, everywhere = dict[str, None](), []
+    for cause in diagnosis.causes:
+        parts_of_it = (CAUSES[cause.kind].part or cause.kind, str(cause.details.get("role", "")))
+        blamed = [TEXTS[part] for part in parts_of_it if TEXTS.get(part, "") in drawn]
+        marked |= dict.fromkeys(blamed)
+        everywhere += [] if blamed else [CAUSES[cause.kind].name]
+    text = "In colour: where the causes are. Milliseconds of a step, in the mean."
+    text += f" In all parts: {', '.join(everywhere)}." if everywhere else ""
+    return Bars("A step of each rank", text, bars, "ms", [*marked])
 
 
 def _error(cause: Cause) -> str:
@@ -227,11 +220,10 @@ def _tables(diagnosis: Diagnosis) -> Iterator[Table]:
     yield Table("What a step's time goes to", ("", "ms", "95 %", "of a step"), lost)
     rows = []
     for name, figures in evidence.runs.items():
-        step, rate = evidence.figure(name), evidence.figure(name, "samples_per_s")
-        shown = milliseconds(step[0]) if step else "", number(rate[0]) if rate else ""
-        rows.append((name, *shown, str(len(figures))))
+        rate = evidence.figure(name, "samples_per_s")
+        rows.append((name, ms(evidence.mean_s(name)), number(rate[0]) if rate else "", str(len(figures))))
     if rows:
-        yield Table("What was run", ("", "ms of a typical step", "samples/s", "runs"), rows)
+        yield Table("What was run", ("", "ms of a step", "samples/s", "runs"), rows)
 
 
 def _notes(diagnosis: Diagnosis) -> Iterator[str]:

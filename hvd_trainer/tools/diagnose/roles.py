@@ -5,8 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvd_trainer.measure.collective_calls import ENGINES
+from hvd_trainer.measure.figures import STEP_PARTS
 from hvd_trainer.measure.stack_record import AFTER_STEP, LOADER_START, WORKER, Frame
 
+QUEUE, GIL, SLOW = "queue", "gil", "slow"
+"""What is no role: waiting for a CPU or for the GIL, and what slow steps take longer than others."""
+TEXTS = {
+    **STEP_PARTS,
+    **dict.fromkeys(("model", "own forward"), STEP_PARTS["forward"]),
+    "exchange": "exchange, and waiting for other ranks",
+    "loss": "the loss function",
+    "metric": "metrics",
+    "callback": "callbacks",
+    "collective": "collectives of your code",
+    "script": "your code between the batches",
+    "lone": "what only one rank does",
+    "start": "starting loader processes",
+    "trainer": "the Trainer's own work",
+    QUEUE: "waiting for a CPU",
+    GIL: "waiting for the GIL",
+    SLOW: "slow steps now and then",
+}
+"""Roles in words, as parts of a step."""
 IN_TRAINER = {
     "callback.on_step_end": "callback",
     "self._interrupts.after_step": "trainer",

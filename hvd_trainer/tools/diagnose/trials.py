@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.jobs.all_reduce import all_reduce_trial
+from hvd_trainer.jobs.all_reduce import AllReduceTrial
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.tool_folder import remove_inner
 from hvd_trainer.measure.trials import RunRecord, Trial, TrialRunner, in_rounds
@@ -88,7 +88,7 @@ class Trials:
             return "A rank has left no record of its stacks."
         step_s = self.figures[NORMAL][0]["step_s"]
         start_s = max(first.seconds - step_s * (WARMUP_STEPS + FIRST_STEPS), 1.0)
-        print(f"{NORMAL}: {1000 * step_s:.2f} ms per step, and {start_s:.0f} s to start", flush=True)
+        print(f"{NORMAL}: {1000 * self.evidence().step_s:.2f} ms per step, {start_s:.0f} s to start", flush=True)
         steps = steps_of(min(RUN_S, self._budget_s / 10), step_s)
         cost_s = start_s + step_s * (WARMUP_STEPS + steps)
         sampled_s = min((profile.seconds for profile in self.profiles[0]), default=0.0)
@@ -108,17 +108,14 @@ class Trials:
                 break
             run, said = self.run(variant, steps), ""
             if run.state == "done":
-                said = f"{1000 * run.figures['step_s']:.2f} ms per step"
+                said = f"{1000 * self.evidence().mean_s(variant.label):.2f} ms per step"
             else:
                 self.runner.warn(f"a run {variant.label} has failed: {run.why(self.runner.folder)}")
             print(f"{place}/{len(plan)}  {variant.label}: {said or run.note}", flush=True)
         has_collectives = any(cause.kind == "collective" for cause in find_causes(self.evidence()))
         if self.runner.left_s > cost_s and (NO_EXCHANGE in self.figures or has_collectives):
-            sizes = map(str, EXCHANGE_BYTES)
-            normal = self.normal
-            run = self._run(
-                all_reduce_trial("exchanges", normal.engine, normal.ranks, normal.threads, "--sizes", *sizes)
-            )
+            normal, sizes = self.normal, ("--sizes", *map(str, EXCHANGE_BYTES))
+            run = self._run(AllReduceTrial("exchanges", normal.engine, normal.ranks, normal.threads, sizes))
             if run.state == "done":
                 self._line = Line.through(run.figures["seconds"])
         return ""
@@ -147,7 +144,7 @@ class Trials:
                 raise OptionError(
                     f"The job makes {made}, and the first {WARMUP_STEPS} do not count: let it train longer"
                 )
-            figures = dict(run.figures) | dict(run.figures.get("typical", {}))
+            figures = {"mean_s": run.figures["step_s"], **run.figures, **run.figures.get("typical", {})}
             if "computing_s" in figures:
                 figures["compute_s"] = min(figures["computing_s"]) - figures["parts"]["data"]
             own = of_collectives(Evidence(profiles=profiles), 0.0, 0.0) if profiles else ()

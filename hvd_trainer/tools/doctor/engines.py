@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.horovod_build.facts import Facts
-from hvd_trainer.jobs.all_reduce import JOB, LARGE, SMALL, all_reduce_trial
+from hvd_trainer.jobs.all_reduce import JOB, LARGE, SMALL, AllReduceTrial
 from hvd_trainer.measure.command import LAUNCHER_OF
 from hvd_trainer.measure.machine import threads_per_rank
 from hvd_trainer.measure.trials import TrialRunner
@@ -33,7 +33,7 @@ def devices_of_engines(facts: Facts) -> dict[str, str]:
 def prove_engine(engine: str, device: str) -> Finding:
     """Start the job with two ranks on an engine, as a user would, and return a finding about it."""
     name, launcher = f"run {engine}", LAUNCHER_OF[engine]
-    trial = all_reduce_trial(name, engine, RANKS, threads_per_rank(RANKS), "--device", device)
+    trial = AllReduceTrial(name, engine, RANKS, threads_per_rank(RANKS), ("--device", device))
     with tempfile.TemporaryDirectory(prefix="hvd_trainer-doctor-") as folder:
         try:
             run = TrialRunner(Path(folder), limit_s=RUN_TIMEOUT_S).run(trial)

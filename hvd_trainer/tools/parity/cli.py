@@ -17,7 +17,7 @@ from hvd_trainer.tools.parity.comparison import Pair
 from hvd_trainer.tools.parity.options import ParityOptions
 from hvd_trainer.tools.parity.report import conclude
 from hvd_trainer.tools.parity.traced_runs import Side, parse_engines, trace_all, versions
-from hvd_trainer.utils.text import COMMAND
+from hvd_trainer.utils.text import COMMAND, plural
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,6 +38,13 @@ def main(argv: Sequence[str]) -> int:
     with locked_folder(options.out, "parity") as folder:
         # Nothing is resumed: the job may have been changed since.
         runner = TrialRunner(folder, limit_s=options.timeout_s, resume=False)
+        each = f"{plural(steps, 'step')} of {plural(options.np, 'rank')}"
+        names = ", ".join(side.name for side in sides)
+        print(
+            f"{plural(len(sides), 'run')} of {each} at most: {names}; each takes as long as the job's start and "
+            f"these steps, {options.timeout_s:g} s at most (--timeout-s)",
+            flush=True,
+        )
         runs = trace_all(sides, options.np, threads, steps, runner, exactly=options.exactly_horovod)
         traces = [run.trace for run in runs if run.trace is not None]
         pairs = [Pair.compare(one, other, options.tolerance) for one, other in combinations(traces, 2)]

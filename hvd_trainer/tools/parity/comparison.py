@@ -28,6 +28,7 @@ MAX_EVALUATION_ROUNDING = 1e-5
 sum in another order, even where they train the same bits."""
 RUN_OPTIONS = {"backend", "log_dir"}
 """Options that differ between any two runs."""
+SETUP = "set-up"
 EXCHANGE, EXCHANGED_BY = "what averages the gradients", "exchanged_by"
 """A setting of a script, where it is known of both runs, and the fact of a run that tells it."""
 SIZE_OPTIONS = {"batch_size", "global_batch_size", "accumulate"}
@@ -108,6 +109,9 @@ def _find_differences(one: Trace, other: Trace, allowed: Tolerance) -> list[Find
     for when in both:
         comparison = _MomentComparison(one, other, when, allowed, partial(allowed.limit, first=when <= first))
         if findings := list(comparison.findings()):
+            if when.name == "start" and when < first:  # what goes into the first step does not follow from that
+                inputs = replace(comparison, when=first, limit=partial(allowed.limit, first=True))
+                findings += inputs.compare_inputs()
             return findings
     counts = len(one.steps), len(other.steps)
     return [Finding(both[-1], "steps", (one.name, other.name), counts)] if counts[0] != counts[1] else []
@@ -129,17 +133,22 @@ class _MomentComparison:
         return kinds[self.when.name]()
 
     def _compare_start(self) -> Iterator[Finding]:
-        yield from self._compare_named("set-up", _settings(self.one, self.other))
+        yield from self._compare_named(SETUP, _settings(self.one, self.other))
         yield from self._compare_tensors("parameters")
         yield from self._compare_tensors("optimizer")
         yield from self._compare_tensors("buffers", alike=True)
 
-    def _compare_step(self) -> Iterator[Finding]:
+    def compare_inputs(self) -> Iterator[Finding]:
+        """Yield findings about what goes into a step."""
         lines = [*self.one.lines(self.when), *self.other.lines(self.when)]
         yield from self._compare_samples()
         yield from self._compare_figure("skipped", lambda line: line["skipped"])
         if not any(line["skipped"] for line in lines):  # a skipped step does not use its rate
             yield from self._compare_figure("learning rate", lambda line: tuple(line["lr"]))
+
+    def _compare_step(self) -> Iterator[Finding]:
+        lines = [*self.one.lines(self.when), *self.other.lines(self.when)]
+        yield from self.compare_inputs()
         yield from self._compare_losses()
         yield from self._compare_tensors("gradients")
         if all(line["grad_norm"] is not None for line in lines):
@@ -168,10 +177,15 @@ class _MomentComparison:
         sides, names = (self.one.name, self.other.name), {**one, **other}
         pairs = {name: (one.get(name, NONE), other.get(name, NONE)) for name in names}
         gaps = {name: distance_between(*pair).relative for name, pair in pairs.items()}
+        unlike = {name: gap for name, gap in gaps.items() if gap > limit}
+        if quantity == SETUP:  # each is a difference of its own
+            yield from (
+                Finding(self.when, quantity, sides, pairs[name], name, gap) for name, gap in unlike.items()
+            )
+            return
         yield from _first(
             Finding(self.when, quantity, sides, pairs[name], name, gap, total=len(names))
-            for name, gap in gaps.items()
-            if gap > limit
+            for name, gap in unlike.items()
         )
 
     def _compare_figure(

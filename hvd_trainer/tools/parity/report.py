@@ -13,7 +13,7 @@ from hvd_trainer.measure.machine import Ran
 from hvd_trainer.measure.report import Picture, Report, Table, Verdict
 from hvd_trainer.measure.trace_format import SMALL
 from hvd_trainer.tools.parity.causes import find_causes, takes_same_samples
-from hvd_trainer.tools.parity.comparison import Pair
+from hvd_trainer.tools.parity.comparison import SETUP, Pair
 from hvd_trainer.tools.parity.tensors import Finding
 from hvd_trainer.tools.parity.traced_runs import TracedRun
 from hvd_trainer.tools.parity.traces import Moment, Trace
@@ -31,6 +31,8 @@ FIGURES: Mapping[str, Callable[[Trace, Moment], float | None]] = {
     "gradient norm": Trace.grad_norm,
 }
 """Figures of a step, by their titles."""
+INPUTS = (SETUP, "samples", "learning rate")
+"""Quantities of which each difference has a cause of its own."""
 TENSORS = ("gradients", "parameters", "optimizer", "buffers")
 
 
@@ -68,6 +70,15 @@ def _notes(traces: Sequence[Trace], pairs: Sequence[Pair], folder: Path) -> Iter
             f"The model is large: of tensors of more than {SMALL:,} elements every {stride}th was kept, and is "
             "in the differences; equal bits are of all elements."
         )
+    if traces:
+        ranks = ", ".join(f"{trace.name} on {plural(trace.size, 'rank')}" for trace in traces)
+        count = plural(len(traces[0].steps), "step")
+        tensors = plural(len(traces[0].ranks[0][traces[0].moments[0]].checksums("parameters")), "tensor")
+        yield (
+            f"Compared: {ranks}. Before the first step and in each of {count}: set-up, "
+            f"samples, learning rate, loss, and every bit of gradients, weights ({tensors}), optimizer state and "
+            f"buffers; after an epoch the test figures"
+        )
     if not all(pair.same for pair in pairs):
         yield f"All values, by rank and step, are in {folder}/*/trace"
 
@@ -100,8 +111,10 @@ def details(pair: Pair) -> Iterator[str]:
     """Yield sentences on what differs, its causes, and what to do."""
     first, *others = pair.findings
     yield f"First: {describe(first)}."
-    if others:
-        yield f"Also different: {', '.join(dict.fromkeys(map(_subject, others)))}."
+    yield from (f"Also: {describe(other)}." for other in others if other.quantity in INPUTS)
+    followed = dict.fromkeys(_subject(other) for other in others if other.quantity not in INPUTS)
+    if followed:
+        yield f"Also different: {', '.join(followed)}."
     if not pair.allowed.exact:
         yield f"Allowed: {pair.allowed}."
     causes = find_causes(pair)

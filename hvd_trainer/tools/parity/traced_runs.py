@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,11 +11,24 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import read_backends
 from hvd_trainer.measure.measured import SAME_NUMBERS, SAME_SUMS, MeasuredTrial
 from hvd_trainer.measure.tool_folder import remove_inner
-from hvd_trainer.measure.trials import JobTrial, RunRecord, TrialRunner
+from hvd_trainer.measure.trials import RunRecord, TrialRunner
 from hvd_trainer.tools.parity.traces import VERSIONS, Trace, read_trace
 from hvd_trainer.utils.text import plural
 
 ENGINES = ("horovod", "ddp", "single")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedTrial(MeasuredTrial):
+    """A trial whose figure is the number of steps in its trace."""
+
+    name: str
+    """of the trace"""
+
+    def read(self, log: Path) -> dict[str, Any] | None:
+        """Return the figure of a run; None if a rank has left no trace."""
+        trace = read_trace(self.name, log)
+        return None if trace is None or trace.size != self.ranks else {"steps": len(trace.steps)}
 
 
 class Side(NamedTuple):
@@ -26,7 +40,7 @@ class Side(NamedTuple):
 
     def trial(
         self, ranks: int, threads: int, steps: int, like: Trace | None = None, *, exactly: bool = True
-    ) -> JobTrial:
+    ) -> TracedTrial:
         """Return how it is run: as a user would type it, but for the steps that are traced.
 
         Args:
@@ -36,7 +50,9 @@ class Side(NamedTuple):
         name, engine, job = self
         options = {} if like is None or engine != "single" else global_batch_options(like)
         ranks = 1 if engine == "single" else ranks
-        trial = MeasuredTrial(
+        return TracedTrial(
+            name=name,
+            label=f"{name if name == engine else f'{name}, {engine}'} on {plural(ranks, 'rank')}",
             job=job,
             engine=engine,
             ranks=ranks,
@@ -47,13 +63,6 @@ class Side(NamedTuple):
             endless=False,
             record={"trace_steps": steps},
         )
-
-        def read(log: Path) -> dict[str, Any] | None:
-            trace = read_trace(name, log)
-            return None if trace is None or trace.size != ranks else {"steps": len(trace.steps)}
-
-        label = f"{name if name == engine else f'{name}, {engine}'} on {plural(ranks, 'rank')}"
-        return JobTrial(label, trial.identity, trial.start, read)
 
 
 class TracedRun(NamedTuple):
@@ -123,13 +132,14 @@ def trace_all(
     for side in sides:  # raises before the first run if a launcher is missing
         side.trial(ranks, threads, steps).start(runner.folder)
     runs: list[TracedRun] = []
-    for side in sides:
+    for left, side in zip(reversed(range(len(sides))), sides, strict=True):
         like = next((run.trace for run in runs if run.trace is not None), None)
         trial, kept = side.trial(ranks, threads, steps, like, exactly=exactly), runner.folder / side.name
         record = runner.run(trial, keep=kept)
         made = record.figures.get("steps", steps)
         said = plural(made, "step") if record.state == "done" else record.state
         more = f", as the job makes no more than {made}" if made < steps else ""
+        more += f", about {left * record.seconds:.0f} s left" if left else ""
         print(f"{trial.label}: {said} ({record.seconds:.0f} s){more}", flush=True)
         runs.append(TracedRun(side.name, record, read_trace(side.name, kept)))
     return runs

@@ -1,4 +1,1 @@
-"""Compare what a job computes on both engines, step by step.
-
-traced_runs.py -> traces.py -> comparison.py, tensors.py: where they differ -> causes.py: why -> report.py
-"""
+"""Kill a training again and again, and prove that nothing was lost."""

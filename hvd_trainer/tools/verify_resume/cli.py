@@ -5,8 +5,8 @@ resumes by its own means: in its working folder, or in the folder that stands as
 that is killed has others than the undisturbed run. A rank stops after a random number of steps; from there on
 
     a rank, the launcher    is killed after a random time
-    a save                  is waited for: the process that has a file of the run open to write is stopped, and
-                            killed if that is still so (what only appends to a file, such as a log, is no save)
+    a save                  is waited for, for as many steps again: the process that saves ends inside it by itself
+                            (`measure/save_kill.py`)
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import psutil
 
@@ -40,6 +41,7 @@ from hvd_trainer.measure.measured import SAME_NUMBERS, SAME_SUMS, MeasuredTrial
 from hvd_trainer.measure.own_files import describe_outside, in_own_folder, written_outside
 from hvd_trainer.measure.recorders import MARK
 from hvd_trainer.measure.report import Bar, Bars, Report, Table, Verdict
+from hvd_trainer.measure.save_kill import Saves
 from hvd_trainer.measure.start import Start, find_processes, launched, run_to_end
 from hvd_trainer.measure.steps import FIRST_STEP
 from hvd_trainer.measure.tool_folder import locked_folder
@@ -57,8 +59,11 @@ RANKS_APART = (
     "in the undisturbed run, too, ranks end with other weights than each other: the script may not exchange "
     "gradients. Each rank was compared with itself"
 )
+T = TypeVar("T")
 Who = Literal["rank", "launcher", "save"]
-END_S, AFTER_KILL_S, SETTLE_S, POLL_S, SAVE_S = 3600.0, 180.0, 45.0, 0.005, 0.5
+END_S, AFTER_KILL_S, SETTLE_S, POLL_S, SAVE_S = 3600.0, 180.0, 45.0, 0.005, 20.0
+MAX_FRACTION = 0.9
+"""Of a file's usual size, up to which it is written before the kill."""
 
 
 class Killed(NamedTuple):
@@ -97,11 +102,11 @@ class Script:
     engine: str
     ranks: int
 
-    def start(self, place: Path, stop_at: tuple[int, int] | None = None) -> Start:
+    def start(self, place: Path, *stop_at: int) -> Start:
         """Return how it is started in `place`, that of one start in the run's.
 
         Args:
-            stop_at: which rank stops, and after how many steps.
+            stop_at: which rank stops, and after how many steps, each time.
         """
         place.mkdir(parents=True)
         trial = MeasuredTrial(
@@ -133,44 +138,48 @@ class Script:
         first_step_s = (place / FIRST_STEP).stat().st_mtime - began
         return Finished(figures["work"]["steps"], figures["step_s"], weights, first_step_s)
 
-    def kill(self, place: Path, rank: int, steps: int, who: Who, wait_s: float) -> Killed:
+    def kill(self, place: Path, rank: int, steps: int, who: Who, moment: float) -> Killed:
         """Start it in `place`, and kill it at some time after a rank has made so many steps.
 
         Args:
-            who: a rank, the launcher, or what is inside a save.
-            wait_s: seconds after these steps; for a save, how long one is waited for.
+            who: a rank, the launcher, or what is inside the next save of as many steps again.
+            moment: seconds after these steps; of a save, the fraction of the file that is written.
 
         Raises:
             LaunchError: it does not come to this step, or ends before the kill.
         """
-        began, mark, saving = time.time(), place / MARK, ""
-        with launched(self.start(place, (rank, steps)), place, place / "output") as process:
-            while not mark.exists():
-                self._check(process, place, began)
-                time.sleep(POLL_S)
-            stopped = int(mark.read_text())
-            ranks = [other.pid for other in find_processes(place) if other.pid != process.pid]
-            before = {pid: saves_of(pid, place.parent) for pid in ranks}
-            # While one rank is stopped, a save of another ends, and what is still open then always is.
-            time.sleep(SAVE_S)
-            before = {pid: files & saves_of(pid, place.parent) for pid, files in before.items()}
-            with suppress(psutil.Error, ProcessLookupError):  # what has ended is told below
-                while psutil.Process(stopped).status() != psutil.STATUS_STOPPED:
+        began, saves = time.time(), Saves(place.parent)
+        stops = [steps, 2 * steps] if who == "save" else [steps]
+        with launched(self.start(place, rank, *stops), place, place / "output") as process:
+
+            def wait_for(is_so: Callable[[], T | None]) -> T:
+                has_ended = False
+                while not (value := is_so()):  # looked at again after the end: it may have come to it by that
+                    if has_ended:
+                        raise _error(
+                            "ended before the kill, or hangs: let it train longer, or type fewer --kills", place
+                        )
+                    has_ended = time.time() > began + END_S or process.poll() is not None
                     time.sleep(POLL_S)
-                os.kill(stopped, signal.SIGCONT)
-            deadline, victim = time.monotonic() + wait_s, process.pid if who == "launcher" else stopped
-            while time.monotonic() < deadline and not saving and process.poll() is None:
-                if who != "save":
-                    time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
-                    continue
-                for pid in ranks:
-                    if saving := _stopped_in_save(pid, place.parent, before[pid]):
-                        victim = pid
-                        break
-            self._check(process, place, began)
-            name = "the launcher" if victim == process.pid else f"rank {rank_of(victim, rank)}"
+                return value
+
+            victim, saving = wait_for(partial(stopped, place / MARK.format(steps))), ""
+            ranks = {other.pid: rank_of(other.pid, rank) for other in find_processes(place)}
+            if who == "save":
+                saves.arm(moment)
+                os.kill(victim, signal.SIGCONT)
+                wait_for(lambda: saves.hit() or stopped(place / MARK.format(2 * steps)))
+                if hit := saves.disarm():
+                    victim, file = hit
+                    # One that lives on has saved less than before, and was not inside.
+                    saving = file if has_ended(victim, SAVE_S) else ""
+            else:
+                os.kill(victim, signal.SIGCONT)
+                time.sleep(moment)
+                victim = process.pid if who == "launcher" else victim
             with suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
+            name = "the launcher" if victim == process.pid else f"rank {ranks.get(victim, rank)}"
             with suppress(subprocess.TimeoutExpired):
                 process.wait(AFTER_KILL_S)
             settle = time.monotonic() + SETTLE_S
@@ -181,49 +190,26 @@ class Script:
             first_step_s = (place / FIRST_STEP).stat().st_mtime - began
             return Killed(name, steps, first_step_s, len(left) + (process.poll() is None), saving)
 
-    @staticmethod
-    def _check(process: subprocess.Popen[bytes], place: Path, began: float) -> None:
-        """Check that a start has not ended, and does not hang.
 
-        Raises:
-            LaunchError: it has, or does.
-        """
-        if time.time() > began + END_S or process.poll() is not None:
-            raise _error("ended before the kill, or hangs: let it train longer, or type fewer --kills", place)
-
-
-def saves_of(pid: int, place: Path) -> set[str]:
-    """Return the files of a run that a process has open to write, without those to which it only appends.
-
-    Args:
-        place: of the run.
-    """
-    below, saves = tuple(f"{place / name}{os.sep}" for name in ("files", "folder")), set()
-    with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
-        for entry in entries:
-            with suppress(OSError):  # it is closed again
-                if (path := os.readlink(entry.path)).startswith(below):
-                    info = Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text()
-                    flags = int(info.partition("flags:")[2].split()[0], 8)
-                    if flags & os.O_ACCMODE != os.O_RDONLY and not flags & os.O_APPEND:
-                        saves.add(path)
-    return saves
+def stopped(mark: Path) -> int | None:
+    """Return the process that has left this mark, if it has stopped."""
+    if not mark.exists():
+        return None
+    pid = int(mark.read_text())
+    with suppress(psutil.Error):  # one that has ended is told as the launcher's end
+        return pid if psutil.Process(pid).status() == psutil.STATUS_STOPPED else None
+    return None
 
 
-def _stopped_in_save(pid: int, place: Path, before: set[str]) -> str:
-    """Stop a process that is inside a save, and return the name of the file; empty if it is not.
-
-    Args:
-        before: files that it has open all the time.
-    """
-    if not saves_of(pid, place) - before:
-        return ""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGSTOP)
-        if saves := saves_of(pid, place) - before:
-            return Path(min(saves)).name
-        os.kill(pid, signal.SIGCONT)
-    return ""
+def has_ended(pid: int, limit_s: float) -> bool:
+    """Wait for the end of a process for so many seconds, and return whether it has come."""
+    deadline = time.monotonic() + limit_s
+    with suppress(psutil.Error):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+    return True
 
 
 def rank_of(pid: int, default: int) -> int:
@@ -331,9 +317,18 @@ def verify(script: Script, *, kills: int, draw: random.Random, folder: Path) -> 
         LaunchError: the script fails without a kill, or does not resume.
         OptionError: it makes fewer steps than there are kills.
     """
+    ranks = f"{plural(script.ranks, 'rank')} on {script.engine}"
+    print(
+        f"one run of {ranks} without a kill, then {plural(kills + 1, 'start')} with {plural(kills, 'kill')}: how "
+        f"long that takes is told after the first",
+        flush=True,
+    )
+    began = time.monotonic()
     undisturbed = script.finish(folder / "undisturbed" / "start-1")
-    steps = undisturbed.steps
-    print(f"undisturbed: {plural(steps, 'step')} of {plural(script.ranks, 'rank')} on {script.engine}", flush=True)
+    steps, run_s = undisturbed.steps, time.monotonic() - began
+    # The steps are made once or twice in all, and each start takes as long as this one's.
+    left_s = kills * undisturbed.first_step_s + 1.5 * run_s
+    print(f"undisturbed: {plural(steps, 'step')} of {ranks}, {run_s:.0f} s; about {left_s:.0f} s left", flush=True)
     limit = steps // (kills + 1)  # of each start, so that some are left for the last one
     if limit < 1:
         raise OptionError(f"--kills {kills}: the script makes {plural(steps, 'step')} only")
@@ -346,8 +341,8 @@ def verify(script: Script, *, kills: int, draw: random.Random, folder: Path) -> 
     try:
         for number, who in enumerate(plan, 1):
             rank, step = draw.randrange(script.ranks), draw.randrange((limit + 3) // 4, (limit + 1) // 2 + 1)
-            wait_s = undisturbed.step_s * (limit / 2 if who == "save" else draw.uniform(0, min(2, limit / 2)))
-            killed.append(script.kill(folder / "killed" / f"start-{number}", rank, step, who, wait_s))
+            moment = draw.uniform(0, MAX_FRACTION if who == "save" else min(2, limit / 2) * undisturbed.step_s)
+            killed.append(script.kill(folder / "killed" / f"start-{number}", rank, step, who, moment))
             print(f"kill {number}: {killed[-1]}, {plural(step, 'step')} or more after the start", flush=True)
         last = script.finish(folder / "killed" / f"start-{kills + 1}")
     except LaunchError:

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from code_trial import CodeTrial
 
 from hvd_trainer.measure import stale
 from hvd_trainer.measure.stale import digest_of_files
 from hvd_trainer.measure.start import Start
-from hvd_trainer.measure.trials import JobTrial, TrialRunner
+from hvd_trainer.measure.trials import TrialRunner
 
 JOB = {
     "train.py": "import sys\nsys.path.insert(0, 'src')\nimport library.model, helper\nopen('own.yaml')\n",
@@ -56,8 +57,8 @@ def run(*words: str) -> set[str]:
     return {Path(name).name for name in record.read}
 
 
-def trial_of(*words: str) -> JobTrial:
-    return JobTrial("", {"words": words}, lambda _: Start([sys.executable, *words]), lambda _: {"steps": 1})
+def trial_of(*words: str) -> CodeTrial:
+    return CodeTrial("", {"words": words}, lambda _: Start([sys.executable, *words]), lambda _: {"steps": 1})
 
 
 def is_done(*words: str) -> bool:

@@ -39,7 +39,6 @@ ROUNDS = range(3, 11)
 
 
 @pytest.mark.parametrize("rounds", ROUNDS)
-@pytest.mark.parametrize("faster", [1.0, 1.3])
 @pytest.mark.parametrize(
     ("one", "other", "between"),
     [
@@ -54,14 +53,12 @@ ROUNDS = range(3, 11)
         (steady, log_normal, (0.82, 0.89)),
     ],
 )
-def test_interval_holds_the_true_ratio(
-    one: Draw, other: Draw, between: tuple[float, float], faster: float, rounds: int
-) -> None:
+def test_interval_holds_the_true_ratio(one: Draw, other: Draw, between: tuple[float, float], rounds: int) -> None:
     """The bootstrap's held it in 73 of 100 cases with three rounds."""
     rng = np.random.default_rng(rounds)
-    logs = np.log(faster * other(rng, (TIMES, rounds)) / one(rng, (TIMES, rounds)))
+    logs = np.log(other(rng, (TIMES, rounds)) / one(rng, (TIMES, rounds)))
     many = (10**5, 1)
-    truth = np.log(faster * other(rng, many) / one(rng, many)).mean()
+    truth = np.log(other(rng, many) / one(rng, many)).mean()
     means, halves = mean_and_half_width(logs)
     covered = (np.abs(means - truth) <= halves).mean()
     assert between[0] <= covered <= between[1]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import json
 import shutil
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from subprocess import Popen
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -520,7 +523,9 @@ def runs_of(
 
     def figures(ms: float) -> list[dict[str, Any]]:
         s = ms / 1000
-        return [{"step_s": s, "apart_s": s, "compute_s": s, "parts": {"backward": backward_ms / 1000}}] * 3
+        return [
+            {"mean_s": s, "step_s": s, "apart_s": s, "compute_s": s, "parts": {"backward": backward_ms / 1000}}
+        ] * 3
 
     kinds = (NORMAL, NO_EXCHANGE, ALONE, TWICE)
     return dict(zip(kinds, map(figures, (step_ms, without_ms, alone_ms, twice_ms)), strict=True))
@@ -817,6 +822,23 @@ def test_throttling_by_recorded_figures(
     assert watch.end().throttled == pytest.approx(seconds, rel=0.1)
 
 
+def test_programs_are_named_by_what_they_used() -> None:
+    """Of 1.2 busy cores 0.1 had a name: the processes of a build are short, and may begin meanwhile."""
+    loop = ["bash", "-c", f"while :; do {sys.executable} -ISc 'sum(range(3_000_000))'; done"]
+    with Popen(loop) as before, ExitStack() as both:
+        both.callback(before.kill)
+        watch = MachineWatch()
+        during = both.enter_context(Popen(loop))
+        both.callback(during.kill)
+        deadline = time.monotonic() + 30
+        cores: dict[str, float] = {}
+        while len(cores) < 2 and time.monotonic() < deadline:
+            time.sleep(0.5)
+            of_both = {f"(process {process.pid})" for process in (before, during)}
+            cores = {n: used for n, used in watch.end().programs.items() if any(map(n.endswith, of_both))}
+    assert len(cores) == 2, "the loops were not named"
+
+
 def test_swap_and_steal_by_recorded_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     swapped = [SimpleNamespace(sin=4096 * 100, sout=4096 * 10), SimpleNamespace(sin=4096 * 5000, sout=4096 * 5110)]
     monkeypatch.setattr(machine_use.psutil, "swap_memory", lambda: swapped.pop(0))
@@ -980,9 +1002,22 @@ def test_bars_show_where_the_causes_are_on_each_rank() -> None:
     bars = report_on(Evidence(profiles=[make_rank(COMPUTE, LOAD), make_rank(COMPUTE, reduce_for(20))])).bars
     assert bars is not None
     loading, waiting = (dict(bar.parts) for bar in bars.bars)
-    assert loading == pytest.approx({"forward": 10, "data": 20})
+    assert loading == pytest.approx({"forward": 10, "fetching data": 20})
     assert waiting == pytest.approx({"forward": 10, "exchange, and waiting for other ranks": 20})
-    assert bars.marked == ["exchange, and waiting for other ranks", "data"]
+    assert bars.marked == ["exchange, and waiting for other ranks", "fetching data"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bars_add_up_to_the_step(name: str) -> None:
+    """Headline, bar and table had three times of one step, and a cause could have no colour."""
+    evidence = CASES[name].evidence
+    bars = report_on(evidence).bars
+    assert bars is not None
+    for bar, profile in zip(bars.bars, evidence.profiles, strict=True):
+        assert bar.size == pytest.approx(1000 * profile.step_s, rel=0.01)
+    causes = find_causes(evidence)
+    assert bool(bars.marked or "In all parts" in bars.text) == bool(causes)
+    assert ("In all parts" in bars.text) == any(cause.kind in ("stolen", "swap") for cause in causes)
 
 
 def test_what_the_runs_warned_of_is_in_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

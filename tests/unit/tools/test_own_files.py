@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from code_trial import CodeTrial
 
 from hvd_trainer.measure.failure_reason import why_it_failed
 from hvd_trainer.measure.own_files import MAX_FILES, in_own_folder
+from hvd_trainer.measure.save_kill import Saves
 from hvd_trainer.measure.stack_record import describe_frame
 from hvd_trainer.measure.start import Start, run_to_end
 from hvd_trainer.measure.tool_folder import running
-from hvd_trainer.measure.trials import JobTrial, TrialRunner
+from hvd_trainer.measure.trials import TrialRunner
 
 OLD_S = 1e9
 """Long ago, in seconds since 1970."""
@@ -134,8 +137,10 @@ def test_lines_are_those_of_the_users_files(user: Path) -> None:
     assert (frame.file, frame.owner) == (str(user / "library.py"), "user")
 
 
-def trial_of(code: str, number: int) -> JobTrial:
-    return JobTrial("python", {"n": number}, lambda _: Start([sys.executable, "-c", code]), lambda _: {"steps": 1})
+def trial_of(code: str, number: int) -> CodeTrial:
+    return CodeTrial(
+        "python", {"n": number}, lambda _: Start([sys.executable, "-c", code]), lambda _: {"steps": 1}
+    )
 
 
 def test_trials_do_not_go_on_with_what_others_have_saved(user: Path) -> None:
@@ -193,7 +198,7 @@ def test_no_trial_changes_a_file_that_was_there_before(user: Path, change: str, 
 def test_a_script_that_resumed_and_had_nothing_left_is_told_so(user: Path) -> None:
     torch.save([1], user / "epoch-3.pt")
     code = "import torch; torch.save([2], 'own.pt'); torch.load('own.pt'); torch.load('epoch-3.pt')"
-    trial = JobTrial("", {}, lambda _: Start([sys.executable, "-c", code]), lambda _: None)
+    trial = CodeTrial("", {}, lambda _: Start([sys.executable, "-c", code]), lambda _: None)
     run = TrialRunner(user / "out").run(trial)
     assert (
         "no optimizer step that counts. Your script resumed from a checkpoint (epoch-3.pt): write {folder}"
@@ -212,3 +217,59 @@ def test_trials_may_change_what_they_have_made_outside(user: Path, capsys: pytes
     runner = TrialRunner(user / "out")
     assert [runner.run(trial_of(code, n)).note for n, code in enumerate((first, second))] == ["", ""]
     assert f"the job writes to {place}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("run", [[], ["-m", "hvd_trainer", "run", "--backend", "ddp", "--"]])
+def test_torch_writes_no_file_of_the_user(run: list[str], user: Path) -> None:
+    """Under `run` it wrote through links: the hooks of imports were removed with those of another engine."""
+    (user / "script.py").write_text("import torch\ntorch.save(torch.zeros(1), 'model.pt')\n")
+    place, before = user / "out" / "running", user_files(user)
+    start = in_own_folder(Start([sys.executable, *run, "script.py"]), place)
+    assert run_to_end(start, place, place / "output", limit_s=60) == 0, (place / "output").read_text()
+    assert user_files(user) == before
+
+
+SAVES = {
+    "open": "open(name, 'wb').write(b'x' * 1000)",
+    "torch": "import torch; torch.save(torch.zeros(1000), name)",
+    "old torch": "import torch; torch.save(torch.zeros(1000), name, _use_new_zipfile_serialization=False)",
+    "safetensors": "import torch, safetensors.torch as st; st.save_file({'a': torch.zeros(1000)}, name)",
+    "thread": "import threading as t; t.Thread(target=lambda: open(name, 'wb').write(b'x' * 1000)).start()",
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "new"), [*((way, "state") for way in SAVES), ("open", "state.new"), ("torch", "state.new")]
+)
+def test_no_save_is_too_short_to_be_killed_in(way: str, new: str, user: Path) -> None:
+    """Saves that were shorter than a look at the file system were missed: all of a few kilobytes."""
+    place = user / "out" / "running"
+    saves = Saves(place)
+    saves.arm(0.5)
+    (place / "armed").rename(place / "later")
+    (user / "script.py").write_text(f"""
+import os, time
+
+def save(name):
+    {SAVES[way]}
+
+for number in range(3):
+    print("saving", number, flush=True)
+    if number == 2:
+        os.rename({str(place / "later")!r}, {str(place / "armed")!r})
+    save({new!r})
+    time.sleep(0.05)
+    os.replace({new!r}, "state")
+    if number == 0:
+        import shutil; shutil.copy("state", "whole")
+print("not killed", flush=True)
+""")
+    start = in_own_folder(Start([sys.executable, "script.py"]), place)
+    assert run_to_end(start, place, place / "output", limit_s=60) == -signal.SIGXFSZ
+    assert (place / "output").read_text().splitlines() == [f"saving {number}" for number in range(3)]
+    hit = saves.hit()
+    assert hit is not None
+    assert hit[1] == new
+    sizes = {path.name: path.stat().st_size for path in next((place / "files").rglob("whole")).parent.iterdir()}
+    # safetensors writes to a file of another name, too, and renames it by itself.
+    assert sizes["whole"] // 2 in sizes.values()

@@ -81,7 +81,7 @@ def write_runs(folder: Path) -> Path:
                 event = "epoch" if step % 5 == 0 else "step"
                 figures = {
                     "train_loss": 1 / (step + number),
-                    "val_loss": 1.5 / step,
+                    "val_loss": 1.5 / (step + number),
                     "samples_per_s": 90.0 + step,
                 }
                 lines.write(json.dumps({"event": event, **known, **at, **figures}) + "\n")
@@ -109,7 +109,7 @@ ANSWERS = {
     "diagnose": "83% OF A STEP",
     "parity": "DIFFERENT IN STEP 2",
     "verify-resume": "NOTHING LOST",
-    "show": "FAILED",
+    "show": "LOWEST VAL LOSS 0.1364",
 }
 
 
@@ -153,6 +153,35 @@ def test_two_rounds_are_told_what_to_type(written: dict[str, Path]) -> None:
     assert (
         "Copy: python -m hvd_trainer compare --rounds 5 -- -m hvd_trainer.mnist" in written["compare"].read_text()
     )
+
+
+def test_each_run_has_a_colour_and_training_a_dash(written: dict[str, Path]) -> None:
+    """Training and test of two runs had four colours, of which none told what belongs together."""
+    page = written["show"].read_text()
+    chart = page.partition(">loss</h3>")[2].partition("</figure>")[0]
+    lines = re.findall(r'<path d="[^"]*" clip-path="[^"]*" style="([^"]*)"', chart)
+    lines = [style for style in lines if "#0072b2" in style or "#d55e00" in style]
+    assert [("#0072b2" in style, "dasharray" in style) for style in lines] == [
+        (True, False),
+        (True, True),
+        (False, False),
+        (False, True),
+    ]
+    assert "second has the lowest val loss, 0.1364, beside 0.15 of first." in page
+    assert re.search(r"<details open><summary>Options that differ", page)
+
+
+def test_values_are_shown_under_the_mouse(written: dict[str, Path], browser: Any) -> None:
+    for name, said in (
+        ("show", "training, second, step 1: 0.5"),
+        ("parity", "ddp, step 3: 0.333333"),
+        ("compare", "horovod x 2: 1,830 samples/s, 1,820 to 1,840"),
+    ):
+        page = open_page(browser, written[name], 1280, "light")
+        drawn = page.locator("circle.value", has_text=said).first.bounding_box()
+        chart = page.locator("figure > svg", has_text=said).first.bounding_box()
+        assert chart["x"] < drawn["x"] < chart["x"] + chart["width"]
+        assert chart["y"] < drawn["y"] < chart["y"] + chart["height"]
 
 
 def test_runs_are_shown_with_what_happened(written: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,17 @@ CASES: list[tuple[str, Change, str, str]] = [
 ]
 
 
+def test_all_that_goes_into_the_first_step_is_told() -> None:
+    """A shuffled loader went unsaid beside a momentum, and of two settings the second."""
+    settings = set_line(settings=[{"weight_decay": 0.1, "momentum": 0.9}])
+    others = set_samples(lambda rank, n: f"z{n}{rank}-z{n}")
+    pair = Pair.compare(make_trace("horovod", {"start 0": settings, "step 1": others}), make_trace("ddp"))
+    said = "\n".join(details(pair))
+    for text in ("weight_decay is 0.1 with horovod", "momentum is 0.9 with horovod", "Also: the samples: "):
+        assert text in said
+    assert "the data come in another order" in said
+
+
 def report_on(pairs: Sequence[Pair]) -> Report:
     runs = {trace.name: TracedRun(trace.name, DONE, trace) for pair in pairs for trace in pair.runs}
     return conclude([*runs.values()], pairs, Path("out"), [], RAN)

@@ -15,6 +15,7 @@ import environments
 import numpy as np
 import psutil
 import pytest
+from code_trial import CodeTrial
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.launch.world import World, detect
@@ -29,7 +30,7 @@ from hvd_trainer.measure.results import TrialResult
 from hvd_trainer.measure.start import MARK, Start, find_processes, launched
 from hvd_trainer.measure.steps import FOLDER
 from hvd_trainer.measure.tool_folder import locked_folder, make_inner
-from hvd_trainer.measure.trials import JobTrial, RunRecord, TrialRunner, append_run, in_rounds, read_runs
+from hvd_trainer.measure.trials import RunRecord, TrialRunner, append_run, in_rounds, read_runs
 from hvd_trainer.tools.parity.cli import ParityOptions
 
 
@@ -187,9 +188,9 @@ def test_threads_of_the_environment_are_another_trial(monkeypatch: pytest.Monkey
 
 def trial_of(
     code: str, read: Callable[[Path], Mapping[str, Any] | None] = lambda log: {"step_s": 0.1}, **identity: Any
-) -> JobTrial:
+) -> CodeTrial:
     """Return a trial that executes Python code."""
-    return JobTrial("python", identity, lambda log: Start([sys.executable, "-c", code]), read)
+    return CodeTrial("python", identity, lambda log: Start([sys.executable, "-c", code]), read)
 
 
 DONE, FAILED = "pass", "import sys; sys.exit('no such <file>')"
@@ -244,7 +245,7 @@ def test_trial_runner_keeps_the_log_folder_of_a_failed_run(tmp_path: Path) -> No
     def start(log: Path) -> Start:
         return Start([sys.executable, "-c", f"import os, sys; os.makedirs({str(log)!r}); sys.exit(3)"])
 
-    run = TrialRunner(tmp_path).run(JobTrial("", {}, start, lambda log: None), keep=tmp_path / "kept")
+    run = TrialRunner(tmp_path).run(CodeTrial("", {}, start, lambda log: None), keep=tmp_path / "kept")
     assert (run.state, (tmp_path / "kept").is_dir()) == ("failed", True)
 
 
