@@ -110,9 +110,10 @@ $(STAMPS)/package: $(STAMPS)/venv $(REQUIREMENTS)
 	@touch $@
 
 $(STAMPS)/test: $(STAMPS)/package
-	$(INSTALL) -e '.[test,clusters]'
+	$(INSTALL) -e '.[test]'
 	@touch $@
 
+# Also Ray and Spark, for whose 1 GB nobody should wait who types `make test`: it skips their tests without them.
 $(STAMPS)/dev: $(STAMPS)/package
 	$(INSTALL) -e '.[test,clusters,dev,wandb,mlflow]'
 	@touch $@
