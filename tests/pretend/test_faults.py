@@ -31,7 +31,8 @@ def test_fault_is_caught(what: str, tmp_path: Path) -> None:
         run_ranks(rule.check, num_processes=rule.ranks, args=rule.in_folder(tmp_path), **how)
     # Neither a time limit nor a mistake that breaks the module's import shows that a check has seen the fault.
     # What is read before it has arrived is another sample or, where memory was freed, NaN.
-    own = ("hvd_trainer.errors.NonFiniteError", "hvd_trainer.hvd.common.exceptions.HorovodInternalError")
+    errors = ("errors.NonFiniteError", "errors.CheckpointError", "hvd.common.exceptions.HorovodInternalError")
+    own = [f"hvd_trainer.{error}" for error in errors]
     raised = (
         "Failed: DID NOT RAISE",
         "ValueError: Both events must be created with argument 'enable_timing=True'",

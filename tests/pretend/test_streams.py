@@ -21,7 +21,7 @@ EXAMPLES = REPOSITORY / "examples/mnist"
 WEIGHTS: set[str] = set()
 """Digests of the weights that scripts have trained."""
 LONG = {
-    *("resume on horovod", "abort on ddp", "batches are whole", "texts in chunks"),
+    *("resume on horovod", "texts in chunks"),
     *(name for name in RULES if "waits" in name),
 } - {
     "host waits on ddp: plain",

@@ -53,6 +53,17 @@ def _quietly(run: Callable[[], Any]) -> None:
         run()
 
 
+def check_barrier(barrier: Callable[[], Any], gpu: Any) -> None:
+    """Check that a barrier waits for what the device has been given before."""
+    import torch
+
+    held, queued = controls().hold(gpu.index), torch.Event(gpu)
+    queued.record()
+    threading.Timer(0.5, held.reach).start()
+    barrier()
+    assert queued.query(), "the barrier has not waited for the device"
+
+
 def copy_to_host_is_whole() -> tuple[int, None]:
     """What a checkpoint is made of has been computed and copied before it is written."""
     import torch
@@ -272,12 +283,7 @@ def c10d_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
         assert [row.tolist() for row in rows] == [[float(it)] * 3 for it in range(size)]
     with ThreadPoolExecutor(1) as thread:
         thread.submit(dist.all_reduce, values).result()
-    # A barrier waits for what the device has been given before.
-    held, queued = controls().hold(gpu.index), torch.Event(gpu)
-    queued.record()
-    threading.Timer(0.5, held.reach).start()
-    dist.barrier()
-    assert queued.query(), "the barrier has not waited for the device"
+    check_barrier(dist.barrier, gpu)
     for call in (dist.send, dist.recv):
         with pytest.raises(ValueError, match=r"Exchange tensor\.cpu\(\)"):
             call(torch.ones(1, device=gpu), (rank() + 1) % size)
@@ -296,7 +302,7 @@ def results_are_waited_for(engine: str) -> tuple[int, None]:
     with backends.create(backends.EngineOptions(backend=engine, startup_timeout_s=77)) as backend:
         controls().run_in_order("very late side streams")
         gpu, size, collectives = backend.device, backend.world.size, backend.collectives
-        ones = torch.ones(1000, device=gpu)
+        ones = torch.ones(1000, device=gpu) * 1  # the first use of a kernel takes longer than a stream is late
         sent = torch.full((1000,), float(rank()), device=gpu)
         collectives.broadcast_to_replicas([(sent, size - 1)])
         results = {
@@ -312,6 +318,7 @@ def results_are_waited_for(engine: str) -> tuple[int, None]:
             # The monitor finds who does not come to an exchange on a device.
             expected = timedelta(seconds=77) if device.type == "cpu" else process_group.NO_TIMEOUT
             assert limit == expected, f"exchanges on {device.type} may take {limit}"
+        check_barrier(collectives.barrier, gpu)
         assert backend.group_of(backend.replica_groups) is whole, "a second communicator of all ranks"
     return rank(), None
 

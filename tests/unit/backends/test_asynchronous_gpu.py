@@ -15,13 +15,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from accelerator_stand_in import StandIn
-from torch import nn
 
-from hvd_trainer.backends import EngineOptions, create, exchange_monitor, process_group
+from hvd_trainer.backends import EngineOptions, create, horovod_waiter, process_group
 from hvd_trainer.backends.horovod_start import tuning
-from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, Waiter, completes_asynchronously
-from hvd_trainer.c10d.work import HorovodWork, NameQueue
+from hvd_trainer.backends.horovod_waiter import ASYNC_COMPLETION, completes_asynchronously
 from hvd_trainer.faults import collectives
 from hvd_trainer.faults.activity import Activity, CollectiveAbortedError
 from hvd_trainer.faults.monitor import MonitorSettings
@@ -34,31 +31,6 @@ from hvd_trainer.tools.run.torch_groups import _uses_nccl
 from hvd_trainer.utils import accelerator
 
 GPU = torch.device("cuda", 1)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    return StandIn(monkeypatch)
-
-
-def test_gpu_in_an_exchange_counts_as_waiting(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host runs ahead until its GPU's queue is full: such a rank counted as busy, and was blamed."""
-    backend = create(EngineOptions(backend="ddp"), {})
-    backend.session.devices = [GPU]
-    backend._exchange_monitor = exchange_monitor.ExchangeMonitor(GPU)
-    activity = backend.activity
-    model = nn.Linear(1, 1)
-    monkeypatch.setattr(backend, "_finish_exchange", lambda _: None)
-    backend.step(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert gpu.calls == ["event 1 on compute"]
-    activity.enter("forward")
-    assert not activity.is_waiting, "the driver is not asked while the host gets on"
-    activity.since -= 2
-    assert activity.is_waiting
-    assert gpu.places == [("exchange", GPU)], "a thread begins on device 0, and would make a context there"
-    gpu.events[0].done.set()
-    monkeypatch.setattr(exchange_monitor, "MAX_ANSWER_S", 60)
-    assert not activity.is_waiting
 
 
 def test_device_read_counts_as_waiting() -> None:
@@ -129,14 +101,7 @@ def test_unfinished_nccl_exchanges_are_named(kind: str, monkeypatch: pytest.Monk
     assert exchange[:3] == (f"{kind}:0", 12, "all_reduce of float[1024], number 12 of group 0")
 
 
-def test_barrier_synchronizes_the_gpu(gpu: StandIn) -> None:
-    backend = create(EngineOptions(backend="single"), {})
-    backend.session.devices = [GPU]
-    backend.collectives.barrier()
-    assert gpu.calls == ["synchronize cuda:1"]
-
-
-def test_confirm_exchanges_needs_one_more_exchange(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_confirm_exchanges_needs_one_more_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod's thread aborts NCCL's exchanges when it misses a rank, before the monitor has decided anything."""
     backend = create(EngineOptions(backend="single"), {})
     backend.confirm_exchanges()
@@ -145,6 +110,7 @@ def test_confirm_exchanges_needs_one_more_exchange(gpu: StandIn, monkeypatch: py
     def lost(*_: Any) -> None:
         raise RuntimeError("Horovod has been shut down")
 
+    monkeypatch.setattr(accelerator, "synchronize", lambda device: None)
     monkeypatch.setattr(backend.collectives, "_all_reduce", lost)
     with pytest.raises(RuntimeError, match="shut down"):
         backend.confirm_exchanges()
@@ -200,62 +166,15 @@ def test_groups_end_after_a_failure_without_what_is_under_way(
     assert ended == ["_abort_process_group" if at_once else "destroy_process_group"]
 
 
-# Horovod's groups for torch.distributed.
+# Horovod.
 
 
-def test_work_is_begun_and_finished_on_the_stream_that_asked_for_it(gpu: StandIn) -> None:
-    """Horovod waits for what its caller's stream has computed, and only the default stream waits for Horovod."""
-    done: set[int] = set()
-    library = SimpleNamespace(horovod_torch_wait_done=lambda seen, limit_s: 0)
-    hvd: Any = SimpleNamespace(
-        poll=done.__contains__,
-        synchronize=lambda handle: torch.zeros(1),
-        mpi_ops=SimpleNamespace(mpi_lib=library),
-    )
-    completer: Any = SimpleNamespace(add=lambda work: None)
-
-    queue = NameQueue("sum", lambda queue: None)
-
-    def work(number: int) -> HorovodWork:
-        started = HorovodWork(
-            queue,
-            Waiter(hvd, 9),
-            completer,
-            group="0",
-            number=number,
-            ranks=(0, 1),
-            call="a sum",
-            begin=lambda name: gpu.calls.append(f"begin on {gpu.current.name}") or [number],  # type: ignore[func-returns-value]
-            finish=lambda received: gpu.calls.append(f"finish on {gpu.current.name}"),
-            device=GPU,
-            timeout_s=9,
-            where="here",
-        )
-        started.start()
-        return started
-
-    with accelerator.on_stream(torch.Stream(GPU)):
-        work(1)
-        second = work(2)
-    done |= {1, 2}
-    assert not second.is_completed(), "the device has not reached its end"
-    gpu.events[1].done.set()
-    assert second.is_completed()
-    on_side = ["side follows", "finish on side"]
-    assert gpu.calls == [
-        *("begin on side", *on_side, "event 1 on side"),
-        *("begin on side", *on_side, "event 2 on side"),
-    ]
-    assert second.wait()
-    assert gpu.calls[-1] == "compute waits for 2"
-
-
-def test_stream_of_a_script_waits_for_horovods_result(gpu: StandIn) -> None:
+def test_stream_of_a_script_waits_for_horovods_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(horovod_waiter, "follow", lambda received: (received, "follows"))
     mpi_ops, script = ModuleType("mpi_ops"), SimpleNamespace(watch=SimpleNamespace(waiting=nullcontext))
-    vars(mpi_ops)["synchronize"] = lambda handle: (torch.zeros(1), None)
+    vars(mpi_ops)["synchronize"] = lambda handle: f"result {handle}"
     _mark_waits(mpi_ops, cast("Any", script))
-    assert mpi_ops.synchronize(1) == (torch.zeros(1), None)
-    assert gpu.calls == ["compute follows"]
+    assert mpi_ops.synchronize(1) == ("result 1", "follows")
 
 
 @pytest.mark.parametrize(
