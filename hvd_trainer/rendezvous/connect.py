@@ -25,6 +25,7 @@ single process there is nothing to find: the store is in memory. What the ranks 
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -91,7 +92,8 @@ def find_place(environ: Mapping[str, str], timeout_s: float) -> World:
     launcher, world = find_launcher(environ), detect(environ)
     if world.size == 1 or launcher is None or launcher.tells_place:
         return world
-    me = RankInfo(world.host or socket.gethostname(), world.local_rank, backend="", cpus=(), group=world.group)
+    host = world.host or socket.gethostname()
+    me = RankInfo(host, world.local_rank, backend="", cpus=(), group=world.group, pid=os.getpid())
     return meet(open_store(world, environ, timeout_s=timeout_s).store, world, me)[0]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -51,6 +52,8 @@ class RankInfo:
     """its file descriptor of the memory with its step and phase"""
     address: str = LOOPBACK
     """at which other machines reach its machine"""
+    num_ranks: int = 0
+    """how many ranks there are, by what this one was told"""
 
     @property
     def node(self) -> str:
@@ -77,11 +80,16 @@ def exchange_rank_info(store: dist.Store, world: World, me: RankInfo) -> list[Ra
     """Return all ranks in rank order, given this one's own entry. A collective.
 
     Raises:
-        LaunchError: a rank did not take part in time, has another version of this package, or was started with
-            another backend.
+        LaunchError: a rank did not take part in time, has another version of this package, was started with
+            another backend, or was told another number of ranks; or two processes are the same rank.
     """
-    store.set(f"peer/{world.rank}", msgspec.json.encode(me).decode())
+    entry = msgspec.json.encode(replace(me, num_ranks=world.size)).decode()
     try:
+        if store.compare_set(f"peer/{world.rank}", "", entry).decode() != entry:
+            raise LaunchError(
+                f"Two processes say that they are {world}: {me.host}'s process {me.pid} is the second. Give each "
+                f"its own number from 0 to {world.size - 1} (RANK), or let a launcher start them."
+            )
         # Rank 0 collects the entries, so that n ranks cost 3n messages and not n x n.
         if world.is_first:
             entries = [msgspec.Raw(store.get(f"peer/{rank}")) for rank in range(world.size)]
@@ -93,9 +101,10 @@ def exchange_rank_info(store: dist.Store, world: World, me: RankInfo) -> list[Ra
         else:
             store.set(f"read/{world.rank}", "")
     except (dist.DistStoreError, RuntimeError) as error:
+        missing = _who_is_missing(store, world)
         raise LaunchError(
-            f"{world} waited for all {world.size} ranks and not all came: {first_line(error)}. "
-            f"See what the others printed, or raise --startup-timeout-s if they start slowly.{group_hint()}"
+            f"{world} waited for all {world.size} ranks, and {missing}: {first_line(error)}. See what "
+            f"the others printed, or raise --startup-timeout-s if they start slowly.{group_hint()}"
         ) from None  # the cause's text has the store's keys, which begin with the token
     try:
         peers = msgspec.json.decode(everyone, type=list[RankInfo])
@@ -104,6 +113,13 @@ def exchange_rank_info(store: dist.Store, world: World, me: RankInfo) -> list[Ra
             f"{world} cannot read what another rank says of itself ({first_line(error)}). Install one version "
             f"of hvd_trainer for all ranks."
         ) from None
+    told = {**{rank: peer.num_ranks for rank, peer in enumerate(peers)}, world.rank: world.size}
+    for rank, number in told.items():
+        if number != len(peers):
+            raise LaunchError(
+                f"Rank {rank} was told that there are {number} ranks, and rank 0 that there are {len(peers)}. Set "
+                f"WORLD_SIZE alike on all ranks, or let a launcher start them."
+            )
     backends = {peer.backend: rank for rank, peer in reversed(list(enumerate(peers)))}
     if len(backends) > 1:
         chosen = ", ".join(f"rank {rank} {name}" for name, rank in sorted(backends.items()))
@@ -112,6 +128,15 @@ def exchange_rank_info(store: dist.Store, world: World, me: RankInfo) -> list[Ra
             f"Horovod is not installed)."
         )
     return peers
+
+
+def _who_is_missing(store: dist.Store, world: World) -> str:
+    """Return which ranks have not come to a meeting that has failed, as far as the store still says."""
+    with suppress(dist.DistError, RuntimeError):
+        missing = [str(rank) for rank in range(world.size) if not store.check([f"peer/{rank}"])]
+        if missing:
+            return f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)} did not come"
+    return "not all came"
 
 
 def number_local_ranks(peers: list[RankInfo]) -> list[RankInfo]:

@@ -400,7 +400,7 @@ def test_traceback_hides_token(tmp_path: Path) -> None:
     env = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": digits_job.free_port(), "TMPDIR": tmp_path}
     with start("python", 1, [script], env={**digits_job.by_hand(0, 2), **env}) as alone:
         ended = alone.wait(60)
-    assert "waited for all 2 ranks and not all came" in ended.stderr
+    assert "waited for all 2 ranks, and rank 1 did not come" in ended.stderr
     assert "keys: /hvd_trainer.0/peer/1" in ended.stderr
     assert re.search(r"[0-9a-f]{32}", ended.stderr) is None
 

@@ -64,7 +64,7 @@ INIT_HOROVOD = "import horovod.torch as hvd; hvd.init()"
 INIT_ALONE = (
     "import torch.distributed as d; d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)"
 )
-NOT_ALL = "waited for all 2 ranks and not all came"
+NOT_ALL = "waited for all 2 ranks, and rank 1 did not come"
 REFUSALS = [
     *(
         refusal(
@@ -223,7 +223,7 @@ def test_missing_port_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("rank", "words"),
-    [(0, "and not all came"), (1, "which does not answer at 127.0.0.1:")],
+    [(0, "and rank 1 did not come"), (1, "which does not answer at 127.0.0.1:")],
 )
 def test_missing_rank_ends_the_wait(rank: int, words: str) -> None:
     """The time limit holds on rank 0, which serves, and on the others, which ask."""
