@@ -69,7 +69,10 @@ class MnistOptions(TrainerOptions):
     optimizer: OptimizerOptions = field(default_factory=lambda: OptimizerOptions(lr=MNIST_LR))
 
     def mistakes(self) -> list[str]:
-        return self.optimizer.mistakes()
+        mistakes = self.optimizer.mistakes()
+        if self.data.dataset == "mnist" and self.data.repeat != ImageOptions.repeat:
+            mistakes.append("--repeat is for the digits, not for --dataset mnist: leave one out")
+        return mistakes
 
 
 @dataclass(frozen=True)

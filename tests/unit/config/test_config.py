@@ -275,6 +275,7 @@ def test_check_reports_all_mistakes_at_once() -> None:
                 ("keep-best", "max:f1"),
             )
         ),
+        ("--dataset mnist --repeat 2", "--repeat is for the digits, not for --dataset mnist: leave one out"),
         ("--momentum 0.8", "--momentum 0.8 is for --optimizer sgd, not adam: leave one out"),
         ("--compile reduce-overhead --accumulate 2", "type --compile default, or leave out --accumulate"),
         ("--compile max-autotune --reproducible 2", "type --compile default, or leave out --reproducible"),
