@@ -36,7 +36,7 @@ help:
 	@echo "make gpu-test  prove on this machine's GPUs what can be proved; writes gpu-report.md and gpu-report.xml"
 	@echo "             options are pytest's: GPU_ARGS=\"-x -k 'ddp and not speed'\""
 	@echo "make image-test  build the Docker image and train in it (root, buildah, debootstrap)"
-	@echo "make lint    ruff, mypy and the order of imports"
+	@echo "make lint    ruff, mypy, the order of imports, and linters of scripts and forms"
 	@echo "make audit   known vulnerabilities of all that is installed (asks a service on the internet)"
 	@echo "make docs    build the documentation site into build/site, with every link checked"
 	@echo "make setup   only .venv, the package and Horovod"
@@ -66,6 +66,10 @@ lint: $(STAMPS)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/shellcheck .ci/run .ci/bare docker/hvd-ssh docker/hvd-mnist
+	$(BIN)/hadolint docker/Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/gpu-report.yml
 
 # With Horovod, whose findings have answers.
 audit: $(STAMPS)/horovod $(STAMPS)/dev
