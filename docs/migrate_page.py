@@ -22,29 +22,34 @@ package:
 
 ```bash
 hvd-trainer migrate train.py
-hvd-trainer migrate train.py --prove -np 2 -- --epochs 1
+hvd-trainer migrate train.py --prove -np 3 -- --epochs 1
 hvd-trainer migrate train.py --write
 ```
 
-The first prints a diff, in colours on a terminal. The second runs the script as it is, on Horovod or, where
-that is not installed, on `hvd_trainer.hvd`, and as the diff has it under torchrun, and says by
-[parity](verify.md#parity) `the same bits through 20 steps`, or what differs first and the line behind it. For
-that each gradient is a message of its own in both: from three ranks on, the order in which Gloo adds up depends on
-the place in a message, and Horovod packs its messages as gradients come. On 3, 5, 6 and other ranks that are no
-power of two the last bit may differ even so, as DDP divides before the sum.
+The first prints a diff, in colours on a terminal; with `--json` it prints what is changed and left, for
+programs. With `--check` the exit code is 1 if a file would change, and 0 once it is migrated.
+
+The second runs the script as it is, on Horovod or, where that is not installed, on `hvd_trainer.hvd`, and as the
+diff has it under torchrun, with a copy of its project. By [parity](verify.md#parity) it says `the same bits
+through 20 steps`, or what differs first and the line behind it. For that each gradient is a message of its own
+in both: from three ranks on, the order in which Gloo adds up depends on the place in a message, and Horovod
+packs its messages as gradients come. On 3, 5, 6 and other ranks that are no power of two the last bit may differ
+even so, as DDP divides before the sum. After the first step each rank has a seed of its own, also where the
+script seeds all alike: without an exchange they would train alike.
 
 The third changes the file; with changes in it that git does not have, only with `--force`. A folder is migrated
 together: models, and `hvd` itself, are followed through calls from file to file; files that do not import each
-other decide for themselves. `horovodrun` in shell scripts
-and READMEs beside the files becomes torchrun. The last line says how to start it.
+other decide for themselves. `horovodrun` and `mpirun` become torchrun in the folder and beside the file: in
+shell and Slurm scripts, READMEs, Makefiles, Dockerfiles, CI and Kubernetes files. What is not certain, such as
+several hosts, is listed with what to type. With `--write` the last line says how to start it.
 
 Comments and messages that name Horovod stay, as their author knows what of them still holds; their lines are
 listed. Only a leading `Horovod:`, and names of migrated calls, are put right, and a line that goes takes its
-comment along. What cannot be migrated, or is not seen well enough, is left as it is and
-listed with its line and what to do: it still works, by `from hvd_trainer import hvd`, so a half-migrated script
-runs. Exit codes: 0, all is migrated; 3, something is left; 1, `--prove` has found a difference; 2, a mistake,
-such as a file that is not Python 3, does not use Horovod, uses it for TensorFlow or Keras, or has another `dist`
-or `DDP`.
+comment along. What cannot be migrated, or is not seen well enough, is left as it is and listed with its line and
+what to do: it still works, by `from hvd_trainer import hvd`, so a half-migrated script runs. So is every other
+name, string or variable of Horovod's in code: `HorovodStrategy`, `"horovod.torch"`, `HOROVOD_RANK`, `mpi4py`. A
+file of a folder that is not Python 3, or uses Horovod for TensorFlow or Keras, is left and named. Exit codes: 0,
+all is migrated; 3, something is left; 1, `--prove` has found a difference; 2, a mistake.
 
 <!-- Written by `python docs/migrate_page.py`: change the rules and not this page. -->
 
@@ -67,6 +72,7 @@ MORE_LEFT = """\
 torch.distributed knows no names |
 | a collective of a tensor that is not seen to be detached, as its gradient may be used \
 | `.detach()`, or `torch.distributed.nn.functional` |
+| an optimizer of a loop before `join` that calls other collectives: then all is | call them behind the loop |
 | a model that is trained by other calls than its own | wrap what is called |
 | a model that another variable or object has before it is wrapped, and trains | wrap it before |
 | one of several optimizers in files that import each other: then all are | as for that one |
@@ -77,7 +83,7 @@ right, and the line is listed, as it may save or inspect the model, which then i
 
 Where Horovod has a trap that changes numbers, the result is without it, and `--prove` names it: most scripts
 call `broadcast_optimizer_state` of a new optimizer, [which takes a step](scripts.md#the-numbers-of-horovod). It
-then compares once more, with a Horovod that does not.
+then compares once more, with a Horovod that does not; if these are the same, so is the exit code, 0.
 
 ## Two diffs
 """

@@ -28,6 +28,8 @@ def measure_script(message: Message) -> None:
     listeners = list(recorders(message, world.rank, world.size))
     if message.trace_steps is not None:
         _seed(world.rank)
+        # A script may seed all ranks alike: without an exchange they would train alike, too.
+        listeners.append(AfterSteps(1, partial(_seed, world.rank)))
     if message.max_steps is not None:
         listeners.append(AfterSteps(message.max_steps, sys.exit))
     # First, so that what is left of it is seen.

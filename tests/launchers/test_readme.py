@@ -96,7 +96,7 @@ TYPED_ELSEWHERE = {
     "python docs/options_page.py": ("test_docs.py", "options_page.py"),
     "hvd-trainer migrate train.py": ("test_migrate.py", '"migrate"'),
     "hvd-trainer migrate train.py --write": ("test_migrate.py", '"--write"'),
-    "hvd-trainer migrate train.py --prove -np 2 -- --epochs 1": ("test_migrate_proves.py", '"--prove"'),
+    "hvd-trainer migrate train.py --prove -np 3 -- --epochs 1": ("test_migrate_proves.py", '"--prove"'),
     # Too long for CI; its parts that are quick are tested beside it.
     "make image-test": ("Makefile", "-m image"),
     # They need a GPU; that these forms are there is tested without one.

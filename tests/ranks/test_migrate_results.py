@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -34,12 +35,7 @@ results["max"] = hvd.allreduce(same, op=hvd.Max)
 results["gathered"] = hvd.allgather(rows)
 results["sent"] = hvd.broadcast(same, root_rank=1)
 results["kept"] = same.clone()
-results["part"] = hvd.reducescatter(torch.arange(7.0) + hvd.rank(), op=hvd.Sum)
-results["all to all"] = hvd.alltoall(same)
-means = hvd.grouped_allreduce([same, rows.sum(0)])
-results["means"] = torch.cat([it.flatten() for it in means])
-results["parts"] = hvd.grouped_reducescatter([same], op=hvd.Sum)[0]
-results["rows"] = hvd.grouped_allgather([rows])[0]
+results["counts"] = hvd.allreduce(torch.arange(3) + 2 * hvd.rank())
 handle = hvd.allreduce_async(same)
 results["later"] = hvd.synchronize(handle)
 hvd.allreduce_(rows[:1])
@@ -69,7 +65,6 @@ hvd.shutdown()
 """
 OPTIONS = [
     "op=hvd.Sum",
-    "gradient_predivide_factor=2.0",
     "compression=hvd.Compression.fp16",
     "compression=hvd.Compression.bf16",
 ]
@@ -236,6 +231,7 @@ hvd.broadcast_parameters(renamed_teacher.named_parameters(), root_rank=0)
 result = renamed_teacher.weight.detach()
 """
 BY_PARTS = "train(dict(model=model, optimizer=optimizer))\n"
+FIRST_STEP = "    model(torch.ones(2, 4)).mean().backward()\n    optimizer.step()\n"
 FACTORY = """
 def make(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -257,6 +253,64 @@ for step in range(4):
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     with optimizer.skip_synchronize():
         optimizer.step()
+"""
+HEADS = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x, task):
+        return (self.a if task == 0 else self.b)(self.body(x))
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+"""
+IN_TURN = STEPS.replace("(6, 4))", "(6, 4), step % 2)")
+LEAVES = """
+torch.manual_seed(hvd.rank())
+model = nn.Linear(2, 2)
+for p in model.parameters():
+    hvd.allreduce_(p)
+    hvd.broadcast_(p, root_rank=0)
+same = hvd.allreduce_(model.weight)
+result = [p.detach() for p in model.parameters()], same is model.weight
+"""
+JOINED = """
+for step in range(3 + 2 * hvd.rank()):
+    optimizer.zero_grad()
+    loss = model(torch.ones(3, 4)).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    mean = hvd.allreduce(loss.detach(), name="loss")
+hvd.join()
+"""
+KEPT = """
+class Job:
+    def __init__(self):
+        self.hvd = hvd
+
+    def mean(self, value):
+        return self.hvd.allreduce(torch.tensor(float(value)))
+
+
+job = Job()
+result = job.mean(job.hvd.rank())
+"""
+OPTIONAL = """
+import torch
+from torch import nn
+try:
+    import horovod.torch as hvd
+    there = True
+except ImportError:
+    hvd = None
+    there = False
+if there:
+    hvd.init()
+size = hvd.size() if hvd is not None else 1
+torch.manual_seed(0)
 """
 ADASUM = BEGIN + MODEL + WRAP.replace("named_p", "op=hvd.Adasum, named_p", 1) + STEPS
 ELASTIC = BEGIN + "@hvd.elastic.run\ndef train(state):\n    state.commit()\n"
@@ -303,9 +357,45 @@ CASES = {
         {"train": BEGIN + MODEL + TWICE + TWO_PASSES + RESULT},
         True,
     ),
-    "a factory": ({"train": BEGIN + FACTORY + STEPS + RESULT}, True),
+    "a factory that trains": ({"train": BEGIN + FACTORY + STEPS + RESULT}, True),
+    "a factory": (
+        {"train": BEGIN + FACTORY.replace(FIRST_STEP, "") + STEPS + RESULT},
+        False,
+    ),
     "under a condition": (
-        {"train": BEGIN + MODEL + "if hvd.size() > 1:\n    " + WRAP + STEPS + "result = model.state_dict()"},
+        {"train": BEGIN + MODEL + "if 2 < hvd.size():\n    " + WRAP + STEPS + "result = model.state_dict()"},
+        False,
+    ),
+    "in an expression": (
+        {
+            "train": BEGIN
+            + MODEL
+            + f"optimizer = {WRAP[12:-1]} if hvd.size() > 2 else optimizer\n"
+            + STEPS
+            + RESULT
+        },
+        False,
+    ),
+    "a part by its number": (
+        {
+            "train": BEGIN
+            + MODEL.replace("nn.Linear(4, 1)", "nn.Sequential(nn.Linear(4, 1))")
+            + WRAP
+            + STEPS
+            + "result = model[0].weight.detach()"
+        },
+        False,
+    ),
+    "heads in turns": (
+        {"train": BEGIN + HEADS + WRAP + IN_TURN + "result = [*model.state_dict().values()]"},
+        False,
+    ),
+    "leaves": ({"train": BEGIN + LEAVES}, False),
+    "a mean in a loop that is joined": ({"train": BEGIN + MODEL + WRAP + JOINED + RESULT}, True),
+    "kept in an object": ({"train": BEGIN + KEPT}, False),
+    "if it is there": ({"train": OPTIONAL + MODEL + WRAP + STEPS + RESULT + "result *= size"}, False),
+    "names that are taken": (
+        {"train": BEGIN + "dist = DDP = 3\n" + MODEL + WRAP + STEPS + RESULT + "result += dist + DDP"},
         False,
     ),
     "gradients through a gather": ({"train": BEGIN + MODEL + WRAP + CONTRAST + RESULT}, True),
@@ -346,9 +436,40 @@ def test_scripts_train_as_on_horovod(name: str, ranks: int) -> None:
     assert bool(migrated["train"].left) == is_left, migrated["train"].left
     # A script that is left as a whole would have equal results, too.
     assert is_left or "hvd" not in migrated["train"].after
+    assert name != "by a dictionary" or "model = DDP(model)" in migrated["train"].after
     stand_in = "import horovod.torch as hvd", "from hvd_trainer import hvd"
     old = {stem: text.replace(*stand_in) for stem, text in texts.items()}
     new = {stem: it.after for stem, it in migrated.items()}
     results = run_ranks(run_both, num_processes=ranks, launcher="torchrun", args=[old, new])
     before, after = zip(*results, strict=True)
     torch.testing.assert_close(after, before)
+
+
+ALONE = BEGIN + MODEL + WRAP + STEPS + RESULT + "print(hvd.rank(), hvd.size(), hvd.local_rank(), result.item())\n"
+
+
+def run_alone(path: Path, text: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script without a launcher."""
+    path.write_text(text)
+    environ = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "PROCID"))}
+    return subprocess.run([sys.executable, path], env=environ | variables, capture_output=True, text=True)
+
+
+def test_a_script_alone_is_rank_0_of_1(tmp_path: Path) -> None:
+    """Under a launcher that is not torchrun it must not train alone."""
+    (migrated,) = migrate({Path("train.py"): ALONE})
+    before = run_alone(
+        tmp_path / "train.py", ALONE.replace("import horovod.torch as hvd", "from hvd_trainer import hvd")
+    )
+    after = run_alone(tmp_path / "train.py", migrated.after)
+    assert before.stdout.startswith("0 1 0 ")
+    assert after.stdout == before.stdout, after.stderr
+    under_another = run_alone(tmp_path / "train.py", migrated.after, PMI_RANK="1")
+    assert "environment variable RANK expected" in under_another.stderr
+
+
+def test_what_pytorch_reads_at_its_import_is_set_before(tmp_path: Path) -> None:
+    begin = "import os\n\nos.environ['OMP_NUM_THREADS'] = '1'\n\nimport torch\nimport horovod.torch as hvd\n\n"
+    (migrated,) = migrate({Path("train.py"): begin + "hvd.init()\nprint(hvd.size(), torch.get_num_threads())\n"})
+    done = run_alone(tmp_path / "train.py", migrated.after, OMP_NUM_THREADS="2")
+    assert done.stdout == "1 1\n", done.stderr

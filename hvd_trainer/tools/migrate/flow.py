@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import libcst as cst
 import torch
 from libcst import matchers as m
 
+from hvd_trainer.tools.migrate.imports import names_of
 from hvd_trainer.tools.migrate.source import API, Source
 from hvd_trainer.tools.migrate.table import BY_NAME
 
-ELASTIC = re.compile(rf"{API}\.elastic\.(?!ElasticSampler)")
 Variable = tuple[Source, str]
 """A file, and the key of a variable in it."""
 OF_DDP = {
@@ -60,48 +61,82 @@ class Folder:
 
     Attributes:
         keep: the names of each file that still refer to Horovod, which is started, too; None: nothing does.
+        whole: the name in Horovod's API for which all is left; "": there is none.
         rules: those that apply, by the names of calls.
         wrapped: calls of DistributedOptimizer in whose place DDP has come.
         optimizers: last names of the optimizers.
         is_sure: whether all optimizers have become plain ones.
     """
 
-    def __init__(self, texts: Mapping[Path, str], keep: Mapping[Path, set[str]] | None = None) -> None:
+    def __init__(
+        self, texts: Mapping[Path, str], keep: Mapping[Path, set[str]] | None = None, whole: str = ""
+    ) -> None:
         self.keep, self.wrapped, self.is_sure = keep, set[cst.CSTNode](), False
         self.sources = [Source(path, text) for path, text in texts.items()]
         self._calls = [(source, call) for source in self.sources for call in source.find(cst.Call)]
-        self._definitions: dict[str, list[tuple[Source, Any]]] = defaultdict(list)
+        self.definitions: dict[str, list[tuple[Source, Any]]] = defaultdict(list)
         for source in self.sources:
             for node in source.below(source.module):
                 if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
-                    self._definitions[node.name.value].append((source, node))
+                    self.definitions[node.name.value].append((source, node))
         self.given: dict[Variable, list[tuple[Source, cst.Arg]]] = defaultdict(list)
         for source in self.sources:
             for arg in source.find(cst.Arg):
                 if place := self.parameter(source, arg):
                     self.given[place].append((source, arg))
+        self._find_aliases()
         given = self._given_horovod()
         while any(key not in source.passed for source, key in given):  # which may give it on in their turn
             for source, key in given:
                 source.passed.add(key)
             given = self._given_horovod()
         # Where the ranks of a training change, `hvd_trainer.hvd` takes all of it.
-        names = (source.qualified(node) for source in self.sources for node in source.below(source.module))
-        self.is_elastic = any(ELASTIC.match(name) for name in names)
-        self.rules = {} if self.is_elastic else BY_NAME
+        elastic = [source for source in self.sources if "elastic" in source.text]
+        names = (source.qualified(node) for source in elastic for node in source.find(cst.Attribute))
+        is_elastic = any(name.startswith(f"{API}.elastic.") for name in names)
+        self.whole = whole or "elastic" * is_elastic
+        self.rules = {} if self.whole else BY_NAME
         targets = (source.target(call) for source, call in self.calls("DistributedOptimizer"))
         self.optimizers = {name.split(".")[-1] for name in targets if name} | self.owners("skip_synchronize")
 
     def _given_horovod(self) -> list[Variable]:
         """Return the parameters that get `horovod.torch`."""
         return [
-            place for place, args in self.given.items() if any(at.qualified(arg.value) == API for at, arg in args)
+            place
+            for place, args in self.given.items()
+            if any(at.may_have_horovod and at.qualified(arg.value) == API for at, arg in args)
         ]
+
+    def _find_aliases(self) -> None:
+        """Find variables, attributes and imports that stand for `horovod.torch`, in all files."""
+        known: dict[str, set[str]] = defaultdict(set)
+        for source in (source for source in self.sources if re.search("horovod|hvd", source.text)):
+            for node in source.find(cst.Assign):
+                if source.qualified(node.value) != API:
+                    continue
+                for target in (part.target for part in node.targets):
+                    others = {source.code(value) for value in source.values(target)} - {source.code(node.value)}
+                    if isinstance(target, cst.Attribute):
+                        for each in self.sources:
+                            each.attributes.add(target.attr.value)
+                    elif isinstance(target, cst.Name) and others <= {"None"}:
+                        source.passed.add(str(source.key(target)))
+            imports = [*source.find(cst.Import), *source.find(cst.ImportFrom)]
+            known[source.path.stem] |= {
+                name for node in imports for name, whole, _ in names_of(node) if whole == API
+            }
+        for source in self.sources:
+            for imported in source.find(cst.ImportFrom):
+                for name, whole, _ in names_of(imported):
+                    module, _, wanted = whole.rpartition(".")
+                    have = known.get(module.rpartition(".")[2], set()) - {"*"}
+                    source.passed |= {whole} if wanted in have else set()
+                    source.starred |= have if name == "*" and not whole.startswith("horovod") else set()
 
     def defined(self, source: Source, node: cst.CSTNode) -> list[tuple[Source, Any]]:
         """Return the functions and classes of these files that a name or an attribute may refer to."""
-        modules, known = source.modules(node), self._definitions.get(last_name(node), [])
-        if modules:
+        known = self.definitions.get(last_name(node), [])
+        if known and (modules := source.modules(node)):
             return [(at, made) for at, made in known if at.path.stem in modules]
         local = [(at, made) for at, made in known if at is source]
         if not local and isinstance(node, cst.Name):
@@ -115,22 +150,31 @@ class Folder:
         if not is_attribute:
             return [(source, node) for node in source.uses[key]]
         kin = self.kin(owner)
-        result = []
-        for at in self.sources:
-            for node in at.find(cst.Attribute):
-                if node.attr.value == name and (
-                    at.key(node) in {f"{one}.self.{name}" for one in kin} or self._is_made_of(at, node.value, kin)
-                ):
-                    result.append((at, node))
+        keys = {f"{one}.self.{name}" for one in kin}
+        return [
+            (at, node)
+            for at, node in self._attributes[name]
+            if at.key(node) in keys or self._is_made_of(at, node.value, kin)
+        ]
+
+    @cached_property
+    def _attributes(self) -> dict[str, list[tuple[Source, Any]]]:
+        """All attributes of all files, by their names."""
+        result: dict[str, list[tuple[Source, Any]]] = defaultdict(list)
+        for source in self.sources:
+            for node in source.find(cst.Attribute):
+                result[node.attr.value].append((source, node))
         return result
+
+    @cached_property
+    def _bases(self) -> dict[str, set[str]]:
+        """The names of all classes, with those of their bases."""
+        classes = [made for source in self.sources for made in source.find(cst.ClassDef)]
+        return {made.name.value: {last_name(base.value) for base in made.bases} for made in classes}
 
     def kin(self, name: str) -> set[str]:
         """Return the names of a class, of those it comes from, and of those that come from it."""
-        bases = {
-            made.name.value: {last_name(base.value) for base in made.bases}
-            for source in self.sources
-            for made in source.find(cst.ClassDef)
-        }
+        bases = self._bases
 
         def above(one: str, known: tuple[str, ...] = ()) -> set[str]:
             return {one}.union(*(above(base, (*known, one)) for base in bases.get(one, ()) if base not in known))
@@ -145,7 +189,16 @@ class Folder:
 
     def calls(self, name: str) -> list[tuple[Source, cst.Call]]:
         """Return all calls of a name in Horovod's API."""
-        return [(source, call) for source, call in self._calls if source.horovod(call.func) == name]
+        return list(self._horovods.get(name, ()))
+
+    @cached_property
+    def _horovods(self) -> dict[str, list[tuple[Source, cst.Call]]]:
+        """All calls of Horovod's API, by their names."""
+        result: dict[str, list[tuple[Source, cst.Call]]] = defaultdict(list)
+        for source, call in self._calls:
+            if source.may_have_horovod and (name := source.horovod(call.func)):
+                result[name].append((source, call))
+        return result
 
     def calls_of(self, source: Source, function: cst.FunctionDef) -> list[tuple[Source, cst.Call]]:
         """Return all calls of a function, or of the class whose `__init__` it is."""
@@ -158,12 +211,35 @@ class Folder:
         named = m.Call(m.Attribute(m.Name() | m.Attribute(), m.Name(method)))
         return {last_name(call.func.value) for _, call in self._calls if m.matches(call, named)}  # type: ignore[attr-defined]
 
+    @cached_property
+    def scripts(self) -> list[set[Source]]:
+        """The files that are run together: each that no other imports, with all that it imports."""
+        imports = {
+            source: {other for other in self.sources if source.imports(other)} - {source}
+            for source in self.sources
+        }
+        tops = [source for source in self.sources if not any(source in others for others in imports.values())]
+        result = []
+        for top in tops or self.sources[:1]:
+            files, new = set[Source](), {top}
+            while new:
+                files |= new
+                new = set[Source]().union(*(imports[source] for source in new)) - files
+            result.append(files)
+        rest = {*self.sources}.difference(*result)
+        return [*result, rest] if rest else result
+
+    def starts_again(self, source: Source) -> bool:
+        """Return whether a script that has a file starts Horovod in several places."""
+        starts = [at for at, _ in self.calls("init")]
+        return any(sum(at in files for at in starts) > 1 for files in self.scripts if source in files)
+
     def reached(self, calls: Sequence[cst.Call]) -> set[str]:
         """Return the names of all functions that calls may run, by way of others in these files, too."""
         names, new = set[str](), {last_name(call.func) for call in calls}
         while new:
             names |= new
-            bodies = [(source, made) for name in new for source, made in self._definitions.get(name, ())]
+            bodies = [(source, made) for name in new for source, made in self.definitions.get(name, ())]
             new = {last_name(call.func) for source, made in bodies for call in source.find(cst.Call, made)} - names
         return names
 
@@ -210,12 +286,18 @@ class Training:
 
 
 def follow(
-    folder: Folder, variable: Variable, after: cst.CSTNode | None = None, seen: tuple[Variable, ...] = ()
+    folder: Folder,
+    variable: Variable,
+    after: cst.CSTNode | None = None,
+    seen: tuple[Variable, ...] = (),
+    *,
+    is_behind: bool = False,
 ) -> Training:
     """Return where the wrapped model in a variable goes.
 
     Args:
         after: the statement that wraps it: places before it in its function have the model itself.
+        is_behind: whether it is wrapped behind that statement, whose places have the model itself, too.
         seen: variables on the way here.
 
     Raises:
@@ -225,7 +307,8 @@ def follow(
     if variable in seen:
         return result
     for source, node in folder.places(variable):
-        if source.assigned(node) or (after and source.is_before(node, after)):
+        is_inside = is_behind and after in [*source.ancestors(node)]
+        if source.assigned(node) or is_inside or (after and source.is_before(node, after)):
             continue
         parent: Any = source.parents[node]
         outer: Any = source.parents[parent] if isinstance(parent, (cst.Attribute, cst.Arg)) else parent

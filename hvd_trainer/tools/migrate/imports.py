@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from typing import Any
 
@@ -17,7 +17,7 @@ from hvd_trainer.tools.migrate.source import API
 NEEDED = {
     r"\bos\.environ\b": "import os",
     r"\bcontextlib\.nullcontext\b": "import contextlib",
-    r"\btorch\.(cat|empty_like|nn\.SyncB|utils\.data\.Distrib)": "import torch",
+    r"\btorch\.(cat|zeros_like|nn\.SyncB)": "import torch",
     r"\bdist\.\w": "import torch.distributed as dist",
     r"\bdefault_hooks\.": "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks",
     r"\bJoin\(\[": "from torch.distributed.algorithms.join import Join",
@@ -25,6 +25,8 @@ NEEDED = {
 }
 """Imports that the new code needs, by a pattern of what it uses."""
 IMPORT = m.SimpleStatementLine([m.Import() | m.ImportFrom()])
+PLACE = "import _horovod"
+"""Stands where Horovod was imported."""
 HEAD = m.Try() | m.SimpleStatementLine([m.Import() | m.ImportFrom() | m.Expr(m.SimpleString())])
 
 
@@ -52,34 +54,53 @@ def stand_in(known: str, whole: str, written: str) -> str:
     return f"import {written}" if whole == written.split()[0] else f"from {module} import {written}"
 
 
-def add_imports(module: cst.Module, functions: list[str]) -> cst.Module:
-    """Add imports, each where its kind is, and functions behind them."""
+def add_imports(module: cst.Module, functions: list[str], aliases: Mapping[str, str]) -> cst.Module:
+    """Add imports where Horovod's was, those of Python's own modules where its others are, and functions below.
+
+    Args:
+        aliases: other names for `dist` and `DDP`, where these are taken.
+    """
     have = {known.split(".")[0] for node in _imports(module) for known, *_ in names_of(node)}
     code = re.sub(r"#.*|^\s*(from|import) .*", "", module.code + "".join(functions), flags=re.MULTILINE)
     body: list[Any] = list(module.body)
-    size = len(list(takewhile(lambda node: m.matches(node, HEAD), body)))
-    for pattern, line in NEEDED.items():
-        if not re.search(pattern, code) or line.split()[-1] in have:
+    texts = [module.code_for_node(node.with_changes(leading_lines=())).strip() for node in body]
+    place, own = texts.index(PLACE) if PLACE in texts else -1, list[Any]()
+    for usual, line in NEEDED.items():
+        pattern = re.sub("dist|DDP", lambda name: aliases.get(name[0], name[0]), usual)
+        known = line.split()[-1]
+        if not re.search(pattern, code) or aliases.get(known, known) in have:
             continue
-        texts = [module.code_for_node(node.with_changes(leading_lines=())).strip() for node in body[:size]]
-        first = next((at for at, text in enumerate(texts) if re.match("import|from (?!__future__)", text)), size)
-        if _is_standard(line):
-            before = [at for at, text in enumerate(texts) if re.match(r"import \w+$", text) and text < line]
-            place = max((at + 1 for at in before if _is_standard(texts[at])), default=first)
-        else:
-            place = max((at + 1 for at, text in enumerate(texts) if text in [*NEEDED.values()][2:]), default=size)
-        (added,) = statements(line, module)
-        if place == first < size:
-            added = added.with_changes(leading_lines=body[place].leading_lines)
-            body[place] = body[place].with_changes(leading_lines=())
-        body.insert(place, added)
-        size += 1
+        (added,) = statements(re.sub(r"\w+$", lambda name: aliases.get(name[0], name[0]), line), module)
+        if not _is_standard(line):
+            own.append(added)
+            continue
+        heads = list(takewhile(lambda pair: m.matches(pair[1], HEAD), enumerate(body)))
+        lines = [(at, module.code_for_node(node.with_changes(leading_lines=())).strip()) for at, node in heads]
+        before = [at + 1 for at, text in lines if re.match(r"import \w+$", text) and text < line]
+        usual_place = next((at for at, text in lines if re.match("import|from (?!__future__)", text)), len(heads))
+        at = max((at for at in before if _is_standard(lines[at - 1][1])), default=usual_place)
+        if at == usual_place < len(heads):
+            added = added.with_changes(leading_lines=body[at].leading_lines)
+            body[at] = body[at].with_changes(leading_lines=())
+        body.insert(at, added)
+        place += at <= place
+    if place < 0:
+        place = len(list(takewhile(lambda node: m.matches(node, HEAD), body)))
+    else:
+        lead = body.pop(place).leading_lines
+        if own:
+            own[0] = own[0].with_changes(leading_lines=lead)
+        elif place < len(body) and not body[place].leading_lines:
+            body[place] = body[place].with_changes(leading_lines=[line for line in lead if not line.comment])
+    body[place:place] = own
+    end = place + len(own)
+    end += len(list(takewhile(lambda node: m.matches(node, HEAD), body[end:])))
     for text in functions:
         (function,) = statements(text, module)
-        apart, lead = [cst.EmptyLine(indent=False)] * 2, body[size].leading_lines
+        apart, lead = [cst.EmptyLine(indent=False)] * 2, body[end].leading_lines
         blank = len(list(takewhile(lambda line: not line.comment, lead)))
-        body[size] = body[size].with_changes(leading_lines=(*apart[blank:], *lead))
-        body.insert(size, function.with_changes(leading_lines=apart))
+        body[end] = body[end].with_changes(leading_lines=(*apart[blank:], *lead))
+        body.insert(end, function.with_changes(leading_lines=apart))
     return module.with_changes(body=body)
 
 

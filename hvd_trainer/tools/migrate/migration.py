@@ -12,18 +12,15 @@ from typing import Any
 
 import libcst as cst
 
-from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.migrate.flow import Folder, NotFollowedError
-from hvd_trainer.tools.migrate.imports import names_of
+from hvd_trainer.tools.migrate.outside import DOCUMENTS, migrate_commands, rest_of
 from hvd_trainer.tools.migrate.rewrite import Rewriter
-from hvd_trainer.tools.migrate.shell import migrate_commands
-from hvd_trainer.tools.migrate.source import API, Source
+from hvd_trainer.tools.migrate.source import API, Source, imported_words
 from hvd_trainer.tools.migrate.table import BY_NAME, NOT_PLAIN, OTHERWISE, TABLE, Rule
+from hvd_trainer.tools.migrate.tokens import tokens_of
 from hvd_trainer.tools.migrate.wrapping import Wrapping, plan
 
 NEEDED_BY_DDP = {"DistributedOptimizer", "broadcast_parameters"}
-IMPORTS = re.compile(r"^[ \t]*((?:from\s+[\w.]+\s+)?import\s+(?:\([^)]*\)|.*))", re.MULTILINE)
-NAMES = {"dist": "torch.distributed", "DDP": "torch.nn.parallel.DistributedDataParallel"}
 
 
 @dataclass
@@ -38,17 +35,46 @@ class Migrated:
     left: list[tuple[int, str, str]] = field(default_factory=list)
     """line before, what it is, and what to do by hand"""
 
+    def named(self) -> list[tuple[int, str]]:
+        """Return the lines, by their numbers before, that still name Horovod and are not left."""
+        lines = enumerate(self.after.splitlines(), start=1)
+        named = [(self.before_line(at), line.strip()) for at, line in lines if "horovod" in line.lower()]
+        left = {line for line, *_ in self.left}
+        is_code = self.before != self.after and not DOCUMENTS.match(self.path.name)
+        return [row for row in named if is_code and row[0] not in left]
+
     def diff(self) -> str:
         """Return the unified diff."""
         before, after = self.before.splitlines(keepends=True), self.after.splitlines(keepends=True)
         return "".join(difflib.unified_diff(before, after, str(self.path), str(self.path)))
 
+    def before_line(self, number: int) -> int:
+        """Return the line before of a line after."""
+        return _line(self.after, self.before, number)
+
+    def after_line(self, number: int) -> int:
+        """Return the line after of a line before."""
+        return _line(self.before, self.after, number)
+
     def traps(self, quantity: str) -> Iterator[str]:
         """Yield the lines whose rules change a quantity of the training, as `parity` calls it."""
         lines = self.before.splitlines()
-        for line, rule in sorted(self.used, key=lambda use: use[0]):
-            if rule.shows == quantity:
+        for line, rule in sorted(self.used, key=lambda use: (use[1].special, use[0])):
+            if quantity in rule.shows.split(", "):
                 yield f"{self.path}:{line}: {lines[line - 1].strip()}\n    {rule.why}"
+
+
+def _line(one: str, other: str, number: int) -> int:
+    """Return where a line of a text is in another version of it."""
+    for _, begin, end, place, stop in _blocks(one, other):
+        if begin <= number - 1 < end:
+            return max(1, min(place + number - 1 - begin, stop - 1) + 1)
+    return number
+
+
+@lru_cache(maxsize=8)
+def _blocks(one: str, other: str) -> Sequence[tuple[str, int, int, int, int]]:
+    return difflib.SequenceMatcher(None, one.splitlines(), other.splitlines(), autojunk=False).get_opcodes()
 
 
 def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
@@ -61,7 +87,8 @@ def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
     results: list[Migrated] = []
     for program in _programs(python):
         if not any("horovod" in text for text in program.values()):
-            results += [Migrated(path, text, text) for path, text in program.items()]
+            others = [(path, text, tokens_of(text, ())) for path, text in program.items()]
+            results += [Migrated(path, text, text, left=left) for path, text, left in others]
             continue
         parts, names = _migrate_all(program)
         keep: dict[Path, set[str]] = {}
@@ -75,11 +102,16 @@ def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
     for result in results:
         ends = "\r\n" if "\r\n" in texts[result.path] else "\n"
         result.before, result.after = texts[result.path], result.after.replace("\n", ends)
+    scripts = {path.name for path, text in python.items() if "horovod" in text}
+    is_left = any("hvd_trainer" in result.after for result in results)
     for path, text in texts.items():
-        if path.suffix != ".py" and "horovodrun" in BY_NAME:
-            after, left = migrate_commands(text)
-            advice = "name each host's torchrun: --nnodes, --node-rank, --rdzv-endpoint"
-            results.append(Migrated(path, text, after, left=[(line, "horovodrun", advice) for line in left]))
+        if path.suffix != ".py":
+            result = Migrated(path, text, text)
+            if "horovodrun" in BY_NAME:
+                result.after = migrate_commands(path, text, scripts, is_left=is_left)
+            rows = rest_of(path, result.after, scripts)
+            result.left = [(result.before_line(line), what, advice) for line, what, advice in rows]
+            results.append(result)
     return results
 
 
@@ -95,50 +127,57 @@ def _programs(texts: Mapping[Path, str]) -> list[dict[Path, str]]:
 
 def _is_imported(path: Path, text: str, other: Path, other_text: str) -> bool:
     """Return whether one of two files may import the other."""
-    return _module(other) in _imported(text) or _module(path) in _imported(other_text)
+    return _module(other) in imported_words(text) or _module(path) in imported_words(other_text)
 
 
 def _module(path: Path) -> str:
     return path.stem if path.stem != "__init__" else path.resolve().parent.name
 
 
-@lru_cache(maxsize=4096)
-def _imported(text: str) -> set[str]:
-    """Return all names in the imports of a file."""
-    return {word for line in IMPORTS.findall(text) for word in re.findall(r"\w+", line)}
-
-
 def _migrate_all(
     texts: Mapping[Path, str],
     keep: Mapping[Path, set[str]] | None = None,
     reasons: Mapping[tuple[Path, int], str] | None = None,
+    whole: str = "",
 ) -> tuple[list[Migrated], dict[Path, set[str]]]:
     """Return the files, and the names in each that must still refer to Horovod.
 
     Args:
         reasons: why optimizers are left, by their places: all are, as `synchronize` and the like are for each.
+        whole: the name in Horovod's API for which all is left.
     """
-    folder, plans = Folder(texts, keep), list[Wrapping]()
+    folder, plans = Folder(texts, keep, whole), list[Wrapping]()
     calls = folder.calls("DistributedOptimizer")
     if reasons is None and calls:
         plans, reasons = _plan(folder)
         if reasons:
-            return _migrate_all(texts, keep, reasons)
+            return _migrate_all(texts, keep, reasons, whole)
     reasons = reasons or {}
+    if not folder.whole and not all(_join(folder, plans, *call) for call in folder.calls("join")):
+        return _migrate_all(texts, keep, reasons, "join")
     for made in plans:
         made.apply(folder)
     folder.is_sure = bool(plans)
     _end(folder, plans)
     needs_start = False
     results, names, starts = list[Migrated](), dict[Path, set[str]](), dict[Path, set[str]]()
+    defined = {*folder.definitions}
     for source in folder.sources:
         rewriter = Rewriter(source, folder)
-        result = Migrated(source.path, source.text, source.module.visit(rewriter).code, rewriter.used)
-        _check_names(source, result.after)
+        result = Migrated(source.path, source.text, source.text, rewriter.used)
+        if source.is_concerned:
+            result.after = source.module.visit(rewriter).code
         left = [(node, name) for node, name in rewriter.left.items() if not rewriter.is_inner(node)]
         rows = [_advice(source, node, name, reasons) for node, name in left]
         rows += [(line, what, advice) for made in plans for at, line, what, advice in made.notes if at is source]
-        result.left = sorted({row for row in rows if not folder.is_elastic or row[1].startswith("hvd.elastic.")})
+        prefix = f"hvd.{folder.whole}"
+        rows = [row for row in rows if not folder.whole or row[1].startswith(prefix)]
+        lines = {row[0] for row in rows} | {source.line(node) for node in rewriter.left if folder.whole}
+        others = [
+            (result.before_line(line), what, advice) for line, what, advice in tokens_of(result.after, defined)
+        ]
+        rows += [row for row in others if row[0] not in lines]
+        result.left = sorted({*rows})
         results.append(result)
         needs_start |= any(name.startswith(API) for name in rewriter.left.values())
         names[source.path] = {source.code(node).split(".")[0] for node in rewriter.left}
@@ -174,40 +213,41 @@ def _advice(
     what, line = re.sub(rf"^{API}\.?", "hvd.", name).rstrip("."), source.line(node)
     called = what.partition(".")[2]
     advice = TABLE.by_hand.get(called.split(".")[0], (NOT_PLAIN if called in BY_NAME else "") + OTHERWISE)
+    if reasons and called.startswith(("broadcast_optimizer_state", "Compression")):
+        advice = "it is left with its optimizer"
     return line, what, reasons.get((source.path, line), advice) if called == "DistributedOptimizer" else advice
 
 
-def _check_names(source: Source, after: str) -> None:
-    """See that a file has no other things by the names that its result has for PyTorch's.
-
-    Raises:
-        OptionError: it has.
-    """
-    for name, whole in NAMES.items():
-        before, now = (len(re.findall(rf"\b{name}[.(]", text)) for text in (source.text, after))
-        imports: list[Any] = [*source.find(cst.Import), *source.find(cst.ImportFrom)]
-        others = {whole for node in imports for known, whole, _ in names_of(node) if known == name} - {whole}
-        is_variable = any(str(key).rpartition("<locals>.")[2] == name for key in source.uses)
-        if now > before and (others or is_variable):
-            raise OptionError(f"{source.path} has a `{name}` that is not {whole}: give it another name first")
+def _join(folder: Folder, plans: Sequence[Wrapping], source: Source, call: cst.Call) -> bool:
+    """Put a loop under Join where `join` follows it; return whether it is seen to have no other collectives."""
+    own = source.own_line(call) if "join" in folder.rules else None
+    block = source.body(own)
+    loop: Any = block[block.index(own) - 1] if own in block[1:] else None
+    calls = [call for made in plans for call in made.training.calls if call[0] is source]
+    names = [*dict.fromkeys(name for _, inner, name in calls if loop in source.ancestors(inner))]
+    reached = folder.reached(source.find(cst.Call, loop)) if names else ()
+    inside = [(source, loop), *(place for name in reached for place in folder.definitions.get(name, ()))]
+    others = [
+        at.horovod(inner.func) for at, node in inside if node is not None for inner in at.find(cst.Call, node)
+    ]
+    if len(names) != 1 or any(name in BY_NAME and BY_NAME[name].lines for name in others):
+        return False
+    source.under[loop] = loop, f"Join([{names[0]}])"
+    if own is not None and isinstance(source.parents[call], cst.Expr):
+        source.gone.add(own)
+    return True
 
 
 def _end(folder: Folder, plans: Sequence[Wrapping]) -> None:
-    """Put a loop under Join where `join` follows it, and the end of the process group where it began."""
-    for source, call in folder.calls("join") if "join" in folder.rules else ():
-        own = source.own_line(call)
-        block = source.body(own)
-        loop: Any = block[block.index(own) - 1] if own in block[1:] else None
-        calls = [call for made in plans for call in made.training.calls if call[0] is source]
-        for name in dict.fromkeys(name for _, inner, name in calls if loop in source.ancestors(inner)):
-            source.under[loop] = loop, f"Join([{name}])"
-            if own is not None and isinstance(source.parents[call], cst.Expr):
-                source.gone.add(own)
-    ends = folder.calls("shutdown") or any("destroy_process_group" in source.text for source in folder.sources)
-    starts = folder.calls("init") if not ends and {"init", "shutdown"} <= {*folder.rules} else ()
-    jobs = {job[1][-1]: job[0] for source, call in starts if (job := _job(folder, plans, source, call))}
-    for last, source in jobs.items() if len(jobs) == 1 else ():
-        source.behind[last] = "dist.destroy_process_group()"
+    """Put the end of the process group where it began, in each script that has no other end."""
+    for files in folder.scripts if {"init", "shutdown"} <= {*folder.rules} else ():
+        ends = [at for at, _ in folder.calls("shutdown") if at in files]
+        if ends or any("destroy_process_group" in source.text for source in files):
+            continue
+        calls = [(source, call) for source, call in folder.calls("init") if source in files]
+        jobs = {job[1][-1]: job[0] for source, call in calls if (job := _job(folder, plans, source, call))}
+        for last, source in jobs.items() if len(jobs) == 1 else ():
+            source.end[last] = f"{source.aliases['dist']}.destroy_process_group()"
 
 
 def _job(folder: Folder, plans: Sequence[Wrapping], source: Source, call: cst.Call) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.tool_folder import locked_folder, make_inner, remove_inner
 from hvd_trainer.tools.migrate.migration import Migrated
 
+PROJECT = (".git", "pyproject.toml", "setup.py", "setup.cfg")
+"""What the top folder of a project has."""
 AT_START = ("optimizer", "parameters")
 """What a step before the training changes."""
 
@@ -26,7 +29,7 @@ def prove(
     Args:
         script: the file that is run.
         job: its arguments.
-        out: folder for the copy of the script's folder, and for parity's results.
+        out: folder for the copy of the script's project, and for parity's results.
 
     Returns:
         Parity's exit code: 0 the same, 1 different, 2 a run has failed.
@@ -36,9 +39,10 @@ def prove(
     """
     engine = "ddp" if PathFinder.find_spec("horovod") is None else "horovod"
     with locked_folder(out, "migrate") as folder:
-        copy = _copied(script, migrated, folder)
-        own = folder / "parity"
-        words = ["-np", str(ranks), "--steps", str(steps), "--out", str(own), "--new", str(copy / script.name)]
+        root = root_of(script, [file.path for file in migrated])
+        copy = _copied(root, migrated, folder)
+        own, new = folder / "parity", _start(copy / script.resolve().relative_to(root), root, copy)
+        words = ["-np", str(ranks), "--steps", str(steps), "--out", str(own), "--new", str(new)]
         code, finding = _parity([*words, "--backend", f"{engine},ddp"], [str(script), *job], own)
         if finding is None:
             return code
@@ -51,24 +55,51 @@ def prove(
         if trap:
             print("Without that trap of Horovod:", flush=True)
             trained = [*words, "--backend", "ddp,ddp", "--no-exactly-horovod"]
-            _, rest = _parity(trained, [str(script), *job], own)
+            code, rest = _parity(trained, [str(script), *job], own)
             if rest is not None:
                 print("Behind that:", *_lines(migrated, rest["quantity"]), sep="\n", flush=True)
+            elif code == 0:
+                print("It trains the same but for that trap, which is meant to be gone.", flush=True)
         return code
 
 
 def _lines(migrated: Sequence[Migrated], quantity: str) -> list[str]:
-    """Return the lines of the files whose rules change a quantity of the training."""
+    """Return the lines of the files whose rules change a quantity of the training, the most special ones first."""
     return [line for file in migrated for line in file.traps(quantity)]
 
 
-def _copied(script: Path, migrated: Sequence[Migrated], folder: Path) -> Path:
-    """Copy the Python files of the script's folder, migrated, link to the rest of it, and return the copy."""
+def root_of(script: Path, others: Sequence[Path]) -> Path:
+    """Return the folder that has all that a script may import or read: its project, or what all files are in."""
+    script = script.resolve()
+    for folder in script.parents:
+        if any((folder / name).exists() for name in PROJECT):
+            return folder
+    return Path(os.path.commonpath([script.parent, *(path.resolve().parent for path in others)]))
+
+
+def _copied(root: Path, migrated: Sequence[Migrated], folder: Path) -> Path:
+    """Copy the Python files of a project, migrated, link to the rest of it, and return the copy."""
     copy = folder / "new"
     remove_inner(copy)
     texts = {file.path.resolve(): file.after.encode() for file in migrated}
-    _mirror(script.parent.resolve(), make_inner(copy), folder, texts)
+    _mirror(root, make_inner(copy), folder, texts)
     return copy
+
+
+def _start(script: Path, root: Path, copy: Path) -> Path:
+    """Return what runs a script of the copy: itself, or what lets it import the copy and not the original.
+
+    That is so for folders of PYTHONPATH and of packages that are installed as links.
+    """
+    paths = [Path(path).resolve() for path in sys.path if path]
+    inside = [path for path in paths if path.is_relative_to(root) and not (path / "hvd_trainer/tools").exists()]
+    if not inside:
+        return script
+    start = script.with_name(f"start_{script.name}")
+    folders = [str(script.parent), *(str(copy / path.relative_to(root)) for path in inside)]
+    run = f"sys.argv[0] = {str(script)!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+    start.write_text(f"import runpy\nimport sys\n\nsys.path[:1] = {folders!r}\n{run}")
+    return start
 
 
 def _mirror(source: Path, target: Path, out: Path, texts: Mapping[Path, bytes]) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from libcst import matchers as m
 
 from hvd_trainer.tools.migrate.flow import QUIET, Folder, last_name
-from hvd_trainer.tools.migrate.imports import IMPORT, add_imports, names_of, stand_in, statements
+from hvd_trainer.tools.migrate.imports import IMPORT, PLACE, add_imports, names_of, stand_in, statements
 from hvd_trainer.tools.migrate.source import API, Source
 from hvd_trainer.tools.migrate.table import Rule
 from hvd_trainer.tools.migrate.wrapping import SIGNATURE, bind, broadcast_of
@@ -50,12 +50,51 @@ class Rewriter(cst.CSTTransformer):
     def __init__(self, source: Source, folder: Folder) -> None:
         super().__init__()
         self.source, self.folder, self.words = source, folder, {*source.words}
-        self.rules, self.keep, self.is_sure = folder.rules, folder.keep is not None, folder.is_sure
+        self.rules = {name: source.renamed(rule) for name, rule in folder.rules.items()}
+        self.keep, self.is_sure = folder.keep is not None, folder.is_sure
         self.used: list[tuple[int, Rule]] = []
         self.left: dict[cst.CSTNode, str] = {}
         self.starts: set[str] = set()
         self._names: dict[cst.CSTNode, set[str]] = defaultdict(set)  # new variables of a statement
         self._waits: dict[cst.CSTNode, tuple[list[str], str]] = {}  # statements after a wait, and the result
+        own = (
+            top
+            for top in source.module.body
+            if any(map(self._is_import, source.find(cst.SimpleStatementLine, top)))
+        )
+        self._place = next((top for top in own if not isinstance(top, (cst.FunctionDef, cst.ClassDef))), None)
+        if not self.keep:
+            self._plan_aliases()
+
+    def _plan_aliases(self) -> None:
+        """Take out other names of Horovod, and ask for torch.distributed where Horovod is asked for."""
+        source, asked = self.source, f"{self.source.aliases['dist']}.is_available()"
+        imports = [*source.find(cst.Import), *source.find(cst.ImportFrom)]
+        known = {name for node in imports for name, whole, _ in names_of(node) if self._is_horovod(whole)}
+        for node in source.find(cst.Assign):
+            own, target = source.own_line(node.value), node.targets[0].target
+            is_alias = source.qualified(node.value) == source.qualified(target) == API
+            if own and (is_alias or (m.matches(node.value, m.Name("None")) and source.code(target) in known)):
+                source.gone.add(own)
+        for compared in source.find(cst.Comparison):
+            operator = compared.comparisons[0]
+            if source.qualified(compared.left) == API and m.matches(operator.comparator, m.Name("None")):
+                is_not = isinstance(operator.operator, (cst.IsNot, cst.NotEqual))
+                source.replaced[compared] = asked if is_not else f"not {asked}"
+        for name in source.find(cst.Name):
+            parent: Any = source.parents.get(name)
+            is_part = isinstance(parent, (cst.BooleanOperation, cst.UnaryOperation))
+            if (is_part or name is getattr(parent, "test", None)) and source.qualified(name) == API:
+                source.replaced[name] = asked
+
+    def _is_import(self, statement: Any) -> bool:
+        """Return whether a statement that is run with the file imports Horovod, or what stands for it."""
+        if not m.matches(statement, IMPORT) or self.source.around(statement, (cst.FunctionDef, cst.ClassDef)):
+            return False
+        return any(self._is_horovod(whole) for _, whole, _ in names_of(statement.body[0]))
+
+    def _is_horovod(self, whole: str) -> bool:
+        return bool(re.match(r"horovod\b", whole)) or whole in self.source.passed
 
     # Expressions.
 
@@ -84,7 +123,7 @@ class Rewriter(cst.CSTTransformer):
             return updated_node
         self.left[original_node] = name
         rule = self.rules.get(name.removeprefix(f"{API}."))
-        if rule is None or rule.special or rule.lines or ("Sampler" in name and "record_" in self.source.text):
+        if rule is None or rule.special or rule.lines:
             return updated_node
         is_called = isinstance(parent, cst.Call) and parent.func is original_node
         new = re.fullmatch(r"([\w.]+)" if is_called else r"([\w.]+)(\(\))?", rule.result)
@@ -114,7 +153,7 @@ class Rewriter(cst.CSTTransformer):
             text: str | None = (self._put(call) or "None") if rule else None
         elif rule and own in source.gone:
             text = "None"
-        elif rule and (own is not None or not rule.lines and not rule.special or name in STARTS):
+        elif rule and (own is not None or not (rule.lines or rule.special) or name in STARTS):
             new = {
                 old.value: self._code(now.value) for old, now in zip(call.args, updated_node.args, strict=False)
             }
@@ -208,9 +247,10 @@ class Rewriter(cst.CSTTransformer):
     def leave_SimpleStatementLine(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
         """Import what stands in for Horovod where it is used, and take the import out where it is not."""
         names = names_of(original_node.body[0]) if m.matches(original_node, IMPORT) else []
-        if any(re.match(r"horovod\b", whole) for _, whole, _ in names):
+        if any(self._is_horovod(whole) for _, whole, _ in names):
             used = {"*", *(self.folder.keep or {}).get(self.source.path, ())}
-            kept = [name for name in names if name[0].split(".")[0] in used or "horovod" not in name[1]]
+            kept = [name for name in names if name[0].split(".")[0] in used or not self._is_horovod(name[1])]
+            kept = [(name[0], API, name[0]) if name[1] in self.source.passed else name for name in kept]
             self.source.before[original_node] = [stand_in(*name) for name in kept]
             self.source.gone.add(original_node)
         return updated_node
@@ -220,7 +260,11 @@ class Rewriter(cst.CSTTransformer):
         source, body, blank = self.source, list[Any](), list[cst.EmptyLine]()
         wraps: dict[cst.CSTNode, tuple[int, str]] = {}
         for statement, updated in zip(original_node.body, updated_node.body, strict=True):
-            rows, lead = self._parsed("\n".join(source.before[statement])), list(updated.leading_lines)
+            lead = list(updated.leading_lines)
+            before = [PLACE] * (statement is self._place) + source.before[statement]
+            rows = self._parsed("\n".join(before))
+            if statement is self._place and self._is_import(statement):  # below a heading of other imports, too
+                lead = [line for line in lead if not re.search("(?i)horovod|hvd", self._code(line))]
             rule = self.rules.get("skip_synchronize") if self.is_sure else None
             is_gone = statement in source.gone or _is_empty(statement, updated)
             if rule and m.matches(statement, SKIP):
@@ -238,9 +282,10 @@ class Rewriter(cst.CSTTransformer):
             else:  # The line that sets it apart sets apart what follows it at once, too.
                 self._forget(statement)
                 blank = blank or [line for line in lead[:1] if not line.comment]
-                if m.matches(statement, IMPORT):  # a heading of other imports, too, or a line that is off
+                if m.matches(statement, IMPORT):
                     comments = [line for line in statement.leading_lines if line.comment]
                     blank += [line for line in comments if not re.search("(?i)horovod|hvd", line.comment.value)]
+            rows += self._parsed("\n".join(source.behind[statement]))
             if statement in source.under:
                 last, header = source.under[statement]
                 wraps[last] = len(body), header
@@ -251,8 +296,8 @@ class Rewriter(cst.CSTTransformer):
                 (made,) = self._parsed(f"with {header}:\n    pass")
                 made = made.with_changes(leading_lines=body[first].leading_lines, body=cst.IndentedBlock(inner))
                 body[first:] = [made]
-            if statement in source.behind:
-                (end,) = self._parsed(source.behind[statement])
+            if statement in source.end:
+                (end,) = self._parsed(source.end[statement])
                 is_return = m.matches(statement, m.SimpleStatementLine([m.Return()]))
                 body.insert(len(body) - is_return, end.with_changes(leading_lines=[cst.EmptyLine(indent=False)]))
         return updated_node.with_changes(body=body)
@@ -260,7 +305,9 @@ class Rewriter(cst.CSTTransformer):
     def leave_Module(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
         """Add the imports and functions that it needs."""
         module = self.leave_IndentedBlock(original_node, updated_node)
-        return module if module.code == self.source.text else add_imports(module, self.source.functions)
+        if module.code == self.source.text:
+            return module
+        return add_imports(module, self.source.functions, self.source.aliases)
 
     def _parsed(self, text: str) -> list[Any]:
         return statements(text, self.source.module)
@@ -298,24 +345,31 @@ class Rewriter(cst.CSTTransformer):
         if compression not in (None, "Compression.none") or "splits" in bound or op not in OPS:
             return None
         tensor, lines = values[names[0]], list(rule.lines)
+        is_leaf = lines[0] == "{x} = {tensor}" and not self._is_detached(bound[names[0]])
+        if is_leaf:  # PyTorch changes no leaf of a graph in place
+            lines[0] += ".detach()"
         if lines[0] == f"{{x}} = {{{names[0]}}}" and re.fullmatch(r"[\w.]+(\[[^\[\]]*\])?", tensor):
             x, lines = tensor, lines[1:]
         else:
             word = next(word for part, word in VARIABLES.items() if part in rule.names)
-            x = (source.target(call) if rule.result == "{x}" else None) or self._new_name(word, own)
+            x = (source.target(call) if rule.result == "{x}" else None) or self._new_name(
+                word, own, bound[names[0]]
+            )
         if "{tensor:name}" in "".join(lines) and not re.fullmatch(r"[\w.]+", tensor):
             lines.insert(0, f"{(sent := self._new_name('sent', own))} = {tensor}")
             tensor = sent
         copied = tensor if isinstance(bound[names[0]], SIMPLE) else f"({tensor})"
+        dist = source.aliases["dist"]
+        size, is_float = f"{dist}.get_world_size()", self._is_float(bound[names[0]])
+        exact = f'.div_({size}, rounding_mode=None if {x}.is_floating_point() else "trunc")'
         fields = dict.fromkeys((names[0], "tensor:name"), tensor) | {
             "x": x,
             "copy": tensor
             if m.matches(bound[names[0]], NEW_TENSOR)
             else f"{copied}{'.detach()' * ('.detach()' not in tensor)}.clone()",
-            "each": self._new_name("tensor", own),
-            "parts": self._new_name("parts", own),
-            "op": OPS[op],
-            "divided": " /= dist.get_world_size()",
+            "each": self._new_name("tensor" if "tensor" not in self.words else "value", own),
+            "op": OPS[op].replace("dist.", f"{dist}."),
+            "divided": f" /= {size}" if is_float else exact,
             "root_rank": values.get("root_rank", "0"),
             "values": re.sub(
                 r"\.named_parameters\(\)$",
@@ -329,9 +383,11 @@ class Rewriter(cst.CSTTransformer):
         texts = [re.sub(r"\{([\w:]+)\}", lambda match: fields[match[1]], template) for template in templates]
         return [text for text in texts[:-1] if text], texts[-1]
 
-    def _new_name(self, base: str, statement: cst.CSTNode) -> str:
+    def _new_name(self, base: str, statement: cst.CSTNode, *of: cst.CSTNode) -> str:
         taken = self.words | self._names[statement]
-        return next(name for name in (base, *(f"{base}_{number}" for number in range(2, 99))) if name not in taken)
+        sent = [name.value for node in of for name in self.source.find(cst.Name, node)]
+        names = (base, *(f"{base}_{name}" for name in sent), *(f"{base}_{number}" for number in range(2, 99)))
+        return next(name for name in names if name not in taken)
 
     def _is_detached(self, node: cst.BaseExpression, seen: tuple[str, ...] = ()) -> bool:
         """Return whether an expression is seen to be in no graph, so that no gradient flows through it."""
@@ -369,6 +425,15 @@ class Rewriter(cst.CSTTransformer):
         return isinstance(node, (cst.BaseNumber, cst.BaseString, cst.Comparison)) or (
             bool(operands) and all(self._is_detached(part, seen) for part in operands)
         )
+
+    def _is_float(self, node: cst.BaseExpression) -> bool:
+        """Return whether a tensor is seen to have no integers, of which Horovod's average is one, too."""
+        source, text = self.source, self.source.code(node)
+        known = source.values(node) if isinstance(node, (cst.Name, cst.Attribute)) else []
+        known = [value for value in known if not source.has_horovod(value)]
+        is_new = re.search(r"torch\.(zeros|ones|rand|randn|full|empty)\(", text) and "dtype" not in text
+        is_named = re.search(r"\.grad\b|\.(float|double|half|mean|std|norm)\(|float\(|\bloss\b", text)
+        return bool(is_new or is_named) or (bool(known) and all(self._is_float(value) for value in known))
 
     def _may_move(self, rule: Rule, call: cst.Call, bound: dict[str, Any], own: cst.CSTNode) -> bool:
         """Return whether a collective may be a statement before its own, on a copy in no graph."""
@@ -412,11 +477,18 @@ class Rewriter(cst.CSTTransformer):
             self._forget(call)
             self.starts.add(self.source.code(call.func).split(".")[0])
         # The second start of Horovod does nothing, and that of a process group is an error.
-        is_again = rule.names == "init" and not call.args and len(self.folder.calls("init")) > 1
-        text = f"if not dist.is_initialized():\n    {rule.result}" if is_again else rule.result
+        own = self.source.own_line(call)
+        is_again = rule.names == "init" and not call.args and self.folder.starts_again(self.source)
+        text, dist = "\n".join([*rule.lines, rule.result]), self.source.aliases["dist"]
+        if is_again:
+            text = f"if not {dist}.is_initialized():\n" + re.sub("(?m)^", "    ", text)
         if self.source.code(call.func).split(".")[0] not in (self.folder.keep or {}).get(self.source.path, ()):
-            return (is_again and self._put(call, text)) or self._by_name(rule, call, new)
-        if (own := self.source.own_line(call)) is None:
+            if is_again and (put := self._put(call, text)):
+                return put
+            if own is not None and not call.args:
+                self.source.before[own] += rule.lines
+            return self._by_name(rule, call, new)
+        if own is None:
             return None if call.args else f"{rule.result} or {self.source.code(call)}"
         self.source.before[own].append(text)
         return None
@@ -442,11 +514,12 @@ class Rewriter(cst.CSTTransformer):
 
     def _allreduce_async(self, rule: Rule, call: cst.Call, new: dict[Any, str]) -> str | None:
         """Start an exchange whose handle is a variable, and keep for later what follows the wait."""
-        source, assigned, own = self.source, self.source.parents[call], self.source.own_line(call)
+        assigned: Any = self.source.parents[call]
+        source, own = self.source, self.source.own_line(call)
         base = self.rules.get(str(source.horovod(call.func)).replace("_async", ""))
         if base is None or own is None or not m.matches(assigned, m.Assign([m.AssignTarget(m.Name())])):
             return None
-        uses = source.uses[source.key(assigned.targets[0].target)]  # type: ignore[attr-defined]
+        uses = source.uses[source.key(assigned.targets[0].target)]
         calls = [outer for use in uses if isinstance(outer := source.parents.get(source.parents[use]), cst.Call)]
         waits = [wait for wait in calls if source.horovod(wait.func) == "synchronize"]
         # Its result is a variable of its own, whatever `synchronize` is assigned to.
@@ -455,7 +528,8 @@ class Rewriter(cst.CSTTransformer):
             return None
         if source.own_line(waits[0]) is None or source.function(waits[0]) is not source.function(call):
             return None
-        place = next(number for number, line in enumerate(made[0]) if line.startswith("dist."))
+        dist = source.aliases["dist"]
+        place = next(number for number, line in enumerate(made[0]) if line.startswith(f"{dist}."))
         source.before[own] += made[0][:place]
         self._waits[waits[0]] = made[0][place + 1 :], made[1].strip()
         self.words |= self._names[own]  # the variable must last until then

@@ -4,35 +4,79 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator
-from functools import cached_property
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import libcst as cst
+import msgspec
 from libcst import matchers as m
 from libcst.metadata import (
     MetadataWrapper,
-    ParentNodeProvider,
     PositionProvider,
-    QualifiedName,
     QualifiedNameSource,
     ScopeProvider,
 )
 
+from hvd_trainer.tools.migrate.table import Rule
+
+IMPORTS = re.compile(r"^[ \t]*((?:from\s+[\w.]+\s+)?import\s+(?:\([^)]*\)|.*))", re.MULTILINE)
+HINT = re.compile("horovod|synchronize")
+NAMES = {"dist": "torch.distributed", "DDP": "torch.nn.parallel.DistributedDataParallel"}
+"""What the new code calls its imports."""
 T = TypeVar("T", bound=cst.CSTNode)
 API = "horovod.torch"
 ASSIGNMENTS = (cst.Assign, cst.AnnAssign, cst.AugAssign, cst.NamedExpr)
 CONDITIONAL = (cst.Lambda, cst.BaseComp, cst.IfExp, cst.BooleanOperation, cst.SimpleStatementSuite)
 
 
+@lru_cache(maxsize=4096)
+def imported_words(text: str) -> set[str]:
+    """Return all names in the imports of a file."""
+    return {word for line in IMPORTS.findall(text) for word in re.findall(r"\w+", line)}
+
+
+class Parsed(NamedTuple):
+    """What all plans for a file share: its module, with scopes and places when asked for, and what was asked."""
+
+    metadata: MetadataWrapper
+    below: dict[cst.CSTNode, list[cst.CSTNode]]
+    parents: dict[cst.CSTNode, cst.CSTNode]
+    names: dict[cst.CSTNode, dict[str, bool]]
+    kinds: dict[type[cst.CSTNode], list[Any]]
+
+
+@lru_cache(maxsize=4096)
+def _parsed(path: Path, text: str) -> Parsed:
+    below: dict[cst.CSTNode, list[cst.CSTNode]] = {}
+    parents: dict[cst.CSTNode, cst.CSTNode] = {}
+    metadata = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
+    _note(metadata.module, below, parents)
+    return Parsed(metadata, below, parents, {}, {})
+
+
+def _note(
+    node: cst.CSTNode, below: dict[cst.CSTNode, list[cst.CSTNode]], parents: dict[cst.CSTNode, cst.CSTNode]
+) -> list[cst.CSTNode]:
+    """Note the parents of all nodes below one, and what is below each statement and expression."""
+    rows = list[cst.CSTNode]()
+    for child in node.children:
+        parents[child] = node
+        rows += _note(child, below, parents)
+    below[node] = [*rows, node]
+    return below[node]
+
+
 class Source:
     """A parsed file.
 
     Attributes:
-        passed: its function parameters that stand for `horovod.torch`, by their keys.
+        passed: its variables, parameters and imports that stand for `horovod.torch`, by their keys.
+        attributes: names of attributes that do, in all files.
+        starred: names from `import *` that do.
         replaced: texts in the place of expressions.
-        before, behind: texts of statements before and behind one.
+        before, behind: texts of statements before and behind one; end: one that ends its block.
         under: the last of the statements that are put under `with`, and its items, by the first.
         gone: statements of which nothing is left.
         functions: texts of functions that it gets.
@@ -40,31 +84,53 @@ class Source:
 
     def __init__(self, path: Path, text: str) -> None:
         self.path, self.text = path, text
-        wrapper = MetadataWrapper(cst.parse_module(text))
-        self.module = wrapper.module
-        self._scopes = wrapper.resolve(ScopeProvider)
-        self._ranges = wrapper.resolve(PositionProvider)
-        self.parents = wrapper.resolve(ParentNodeProvider)
-        self._below: dict[cst.CSTNode, list[cst.CSTNode]] = {}
+        parsed = _parsed(path, text)
+        self.module, self.parents, self._metadata = parsed.metadata.module, parsed.parents, parsed.metadata
+        self._below, self._names, self._kinds = parsed.below, parsed.names, parsed.kinds
         self.passed: set[str] = set()
+        self.attributes: set[str] = set()
+        self.starred: set[str] = set()
         self.replaced: dict[cst.CSTNode, str] = {}
         self.before: dict[cst.CSTNode, list[str]] = defaultdict(list)
-        self.behind: dict[cst.CSTNode, str] = {}
+        self.behind: dict[cst.CSTNode, list[str]] = defaultdict(list)
+        self.end: dict[cst.CSTNode, str] = {}
         self.under: dict[cst.CSTNode, tuple[cst.CSTNode, str]] = {}
         self.gone: set[cst.CSTNode] = set()
         self.functions: list[str] = []
+        self.aliases = {name: self._alias(name, whole) for name, whole in NAMES.items()}
+
+    def _alias(self, usual: str, whole: str) -> str:
+        """Return a name for a module or class of PyTorch's that the file does not have for something else."""
+        imports: list[Any] = [*self.find(cst.Import), *self.find(cst.ImportFrom)]
+        module, _, last = whole.rpartition(".")
+        pattern = rf"(import {whole}|from {module} import [^$]*\b{last}) as {usual}\b"
+        own = any(re.search(pattern, self.code(node)) for node in imports)
+        names = [name for name in self.find(cst.Name) if name.value == usual]
+        parts = [(name, self.parents.get(name)) for name in names]
+        is_taken = not own and any(
+            name not in (getattr(at, "attr", 0), getattr(at, "keyword", 0)) for name, at in parts
+        )
+        return f"torch_{usual}" if is_taken else usual
+
+    def renamed(self, rule: Rule) -> Rule:
+        """Return a rule with this file's name for torch.distributed."""
+        dist, old = self.aliases["dist"], re.compile(r"\bdist\.")
+        lines = tuple(old.sub(f"{dist}.", line) for line in rule.lines)
+        return msgspec.structs.replace(rule, lines=lines, result=old.sub(f"{dist}.", rule.result))
 
     # What is where.
 
     def below(self, root: cst.CSTNode) -> list[cst.CSTNode]:
         """Return a node and all below it, those inside another before it."""
-        if root not in self._below:
-            self._below[root] = [*(node for child in root.children for node in self.below(child)), root]
         return self._below[root]
 
     def find(self, kind: type[T], root: cst.CSTNode | None = None) -> list[T]:
         """Return all nodes of a kind, or those below a node."""
-        return [node for node in self.below(root or self.module) if isinstance(node, kind)]
+        if root is not None:
+            return [node for node in self.below(root) if isinstance(node, kind)]
+        if kind not in self._kinds:
+            self._kinds[kind] = [node for node in self.below(self.module) if isinstance(node, kind)]
+        return list(self._kinds[kind])
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """Yield the nodes around a node, from its parent on."""
@@ -110,12 +176,12 @@ class Source:
 
     def line(self, node: cst.CSTNode) -> int:
         """Return the line where a node begins."""
-        return self._ranges[node].start.line
+        return int(self._metadata.resolve(PositionProvider)[node].start.line)
 
     def is_before(self, node: cst.CSTNode, statement: cst.CSTNode) -> bool:
         """Return whether a node stands before a statement, in the same function."""
         is_near = self.function(node) is self.function(statement)
-        return is_near and self._ranges[node].start.line < self.line(statement)
+        return is_near and self.line(node) < self.line(statement)
 
     def code(self, node: cst.CSTNode) -> str:
         """Return a node's text."""
@@ -128,14 +194,58 @@ class Source:
 
     # What it refers to.
 
-    def _qualified_names(self, node: cst.CSTNode) -> Collection[QualifiedName]:
-        scope = self._scopes.get(node)
-        return scope.get_qualified_names_for(node) if scope is not None else ()
+    @property
+    def may_have_horovod(self) -> bool:
+        """Whether some of its names may be Horovod's."""
+        return bool(self.passed or self.starred or self.attributes or re.search("horovod|hvd", self.text))
+
+    @property
+    def is_concerned(self) -> bool:
+        """Whether something may have to be changed in it."""
+        planned = (
+            self.replaced,
+            self.before,
+            self.behind,
+            self.under,
+            self.gone,
+            self.end,
+            self.passed,
+            self.starred,
+        )
+        return any(planned) or bool(re.search("horovod|synchronize", self.text)) or bool(self.attributes)
+
+    def imports(self, other: Source) -> bool:
+        """Return whether this file may import another one."""
+        return other.module_name in self._imported
+
+    @cached_property
+    def module_name(self) -> str:
+        """The last part of the name by which others import this file."""
+        return self.path.stem if self.path.stem != "__init__" else self.path.resolve().parent.name
+
+    @cached_property
+    def _imported(self) -> set[str]:
+        """All names in its imports."""
+        return imported_words(self.text)
+
+    def _qualified_names(self, node: cst.CSTNode) -> dict[str, bool]:
+        """Return what a name may refer to, and whether it is imported."""
+        if node not in self._names:
+            scope = self._metadata.resolve(ScopeProvider).get(node)
+            names = scope.get_qualified_names_for(node) if scope is not None else ()
+            self._names[node] = {name.name: name.source is QualifiedNameSource.IMPORT for name in names}
+        return self._names[node]
 
     def qualified(self, node: cst.CSTNode) -> str:
         """Return what a name or an attribute may refer to: `main.<locals>.model`, or `horovod.torch.rank`."""
-        is_name = isinstance(node, (cst.Name, cst.Attribute)) and not self.find(cst.Call, node)
-        names = {name.name for name in self._qualified_names(node)} if is_name else set()
+        root: Any = node
+        parts = list[str]()
+        while isinstance(root, cst.Attribute) and root.attr.value not in self.attributes:
+            root, parts = root.value, [root.attr.value, *parts]
+        is_kept = isinstance(root, cst.Attribute) or (isinstance(root, cst.Name) and root.value in self.starred)
+        if is_kept:
+            return ".".join([API, *parts])
+        names = {*self._qualified_names(node)} if isinstance(root, cst.Name) else set()
         names |= {
             API + name[len(own) :] for own in self.passed for name in names if f"{name}.".startswith(f"{own}.")
         }
@@ -143,8 +253,8 @@ class Source:
 
     def modules(self, node: cst.CSTNode) -> set[str]:
         """Return the names of the modules and packages that a name or an attribute may be imported from."""
-        names = (name for name in self._qualified_names(node) if name.source is QualifiedNameSource.IMPORT)
-        return {part for name in names for part in name.name.split(".")[:-1] or [name.name] if part}
+        names = (name for name, is_imported in self._qualified_names(node).items() if is_imported)
+        return {part for name in names for part in name.split(".")[:-1] or [name] if part}
 
     @cached_property
     def stars(self) -> set[str]:
@@ -160,12 +270,12 @@ class Source:
 
     def has_horovod(self, root: cst.CSTNode) -> bool:
         """Return whether something of Horovod's API is in an expression."""
-        return any(self.horovod(node) for node in self.below(root))
+        return any(self.horovod(node) for node in self.below(root) if isinstance(node, (cst.Name, cst.Attribute)))
 
     def key(self, node: cst.CSTNode) -> str | None:
         """Return what identifies a variable in this file: `main.<locals>.model`, or `Class.self.model`."""
         if isinstance(node, cst.Name):
-            return min((name.name for name in self._qualified_names(node)), default=None)
+            return min(self._qualified_names(node), default=None)
         owner = self.around(node, cst.ClassDef) if m.matches(node, m.Attribute(m.Name("self"))) else None
         return f"{owner.name.value}.self.{node.attr.value}" if owner else None  # type: ignore[attr-defined]
 

@@ -25,6 +25,7 @@ class Table(msgspec.Struct, frozen=True):
 
     rules: list[Rule]
     by_hand: dict[str, str]
+    tokens: dict[str, str]
     hooks: list[str]
 
 

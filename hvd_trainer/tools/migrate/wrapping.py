@@ -22,7 +22,7 @@ from hvd_trainer.tools.migrate.flow import (
     last_name,
 )
 from hvd_trainer.tools.migrate.passes import put_passes_under
-from hvd_trainer.tools.migrate.source import Source
+from hvd_trainer.tools.migrate.source import CONDITIONAL, Source
 from hvd_trainer.tools.migrate.table import BY_NAME, TABLE
 
 SIGNATURE = [
@@ -33,7 +33,6 @@ USUAL = {
     "compression": r"[\w.]*\bnone",
     "backward_passes_per_step": "1",
     "op": r"[\w.]*\bAverage",
-    "gradient_predivide_factor": r"1(\.0)?",
 }
 """Options that change what is exchanged, and the values with which they do not."""
 AVERAGE = "average_gradients"
@@ -46,20 +45,26 @@ class Wrapping:
     """A model that is wrapped.
 
     Attributes:
-        optimizer: the call of DistributedOptimizer, whose statement DDP(...) is written before.
-        lines: the statements there.
+        optimizer: the call of DistributedOptimizer.
+        place: the statement that DDP(...) is written before; or behind, that of the call of the function around.
+        lines, later: the statements there, and those behind the optimizer's.
+        condition: under which it is wrapped; "": always.
         has_passes: whether gradients are added up in several passes.
         is_sometimes: whether that is under a condition, so that the model may be a plain one afterwards.
         notes: file, line, what is left, and what to do by hand.
     """
 
+    at: Source
     source: Source
     optimizer: cst.Call
     place: cst.SimpleStatementLine
     model: str
     key: str
     training: Training = field(default_factory=Training)
+    is_behind: bool = False
+    condition: str = ""
     lines: list[str] = field(default_factory=list)
+    later: list[str] = field(default_factory=list)
     has_passes: bool = False
     is_sometimes: bool = False
     notes: list[tuple[Source, int, str, str]] = field(default_factory=list)
@@ -77,12 +82,17 @@ class Wrapping:
         for at, node, text in training.edits:
             at.replaced[node] = text
         for at, node, variable in training.modules:
-            name, is_own = at.code(node), variable == (self.source, self.key)
+            name, is_own, ddp = at.code(node), variable == (self.source, self.key), at.aliases["DDP"]
             has_others = len(folder.given[variable]) > training.given.count(variable)
             is_plain = self._is_plain_at(folder, at, node) if is_own else has_others
-            text = f"({name}.module if isinstance({name}, DDP) else {name})"
+            text = f"({name}.module if isinstance({name}, {ddp}) else {name})"
             at.replaced[node] = text if self.is_sometimes or is_plain else f"{name}.module"
-        self.source.before[self.place] += self.lines
+        texts = self.lines
+        if self.condition:
+            texts = [f"if {self.condition}:\n" + re.sub("(?m)^", "    ", "\n".join(texts))]
+        (self.source.behind if self.is_behind else self.source.before)[self.place] += texts
+        own = self.at.around(self.optimizer, cst.SimpleStatementLine)
+        self.at.behind[own] += self.later  # type: ignore[index]
 
     def _is_plain_at(self, folder: Folder, source: Source, node: cst.CSTNode) -> bool:
         """Return whether a place may have the model before it is wrapped, in a function that is called early."""
@@ -142,18 +152,65 @@ def plan(folder: Folder, source: Source, call: cst.Call) -> Wrapping:
         )
     if (key := source.key(model)) is None:
         raise NotFollowedError(f"`{source.code(model)}` is more than a variable")
-    result = Wrapping(source, call, statement, source.code(model), key)
-    _check_scope(result)
+    choice = source.around(call, cst.IfExp)
+    result = Wrapping(source, source, call, statement, source.code(model), key)
+    if choice is not None and choice.body is call:
+        result.is_sometimes, result.condition = True, _condition(source, choice.test)
+        if source.code(options["optimizer"]) == source.code(choice.orelse):
+            source.replaced[choice] = source.code(choice.orelse)
+    elif source.around(call, CONDITIONAL) is not None:
+        raise NotFollowedError("it is part of an expression that is not followed")
     result.training = follow(folder, (source, key), statement)
     if not result.training.calls and not result.training.notes:
-        raise NotFollowedError("no training call of the model is seen in these files")
+        _climb(folder, result)
+    _check_scope(result)
     result.notes += result.training.notes
     _check_kept(folder, result)
-    _write(result, options)
+    _write(folder, result, options)
     calls = result.training.calls if not result.training.notes and not result.is_sometimes else []
     if result.has_passes and not (calls and all(put_passes_under(*use, folder.optimizers) for use in calls)):
         raise NotFollowedError("it is not seen which pass before a step is the last")
     return result
+
+
+def _condition(source: Source, test: cst.BaseExpression) -> str:
+    """Return the text of a condition without Horovod.
+
+    Raises:
+        NotFollowedError: it asks for more than ranks.
+    """
+    text = source.code(test)
+    for call in source.find(cst.Call, test):
+        rule = BY_NAME.get(str(source.horovod(call.func)))
+        if rule and not (rule.special or rule.lines or call.args):
+            text = text.replace(source.code(call), source.renamed(rule).result)
+        elif source.has_horovod(call.func):
+            raise NotFollowedError("the condition around it is not followed")
+    return text
+
+
+def _climb(folder: Folder, plan: Wrapping) -> None:
+    """Wrap the model where a function that makes its optimizer is called, if it is not trained in that.
+
+    Raises:
+        NotFollowedError: it is not seen where the model is trained.
+    """
+    source, function = plan.source, plan.source.function(plan.place)
+    calls = folder.calls_of(source, function) if function is not None else []
+    args = [(at, arg) for at, arg in folder.given[source, plan.key]]
+    is_once = len(args) == len(calls) == 1
+    place = args[0][0].own_line(calls[0][1]) if is_once else None
+    if not is_once or not isinstance(place, cst.SimpleStatementLine) or plan.condition:
+        raise NotFollowedError("no training call of the model is seen in the files that import each other here")
+    at, arg = args[0]
+    if (key := at.key(arg.value)) is None or is_trained(folder, (source, plan.key), None, (at, key)):
+        raise NotFollowedError(
+            f"`{plan.model}` is trained in the function that makes its optimizer, or no variable"
+        )
+    plan.source, plan.key, plan.model, plan.place, plan.is_behind = at, key, at.code(arg.value), place, True
+    plan.training = follow(folder, (at, key), place, is_behind=True)
+    if not plan.training.calls and not plan.training.notes:
+        raise NotFollowedError("no training call of the model is seen in the files that import each other here")
 
 
 def _check_kept(folder: Folder, plan: Wrapping) -> None:
@@ -166,7 +223,8 @@ def _check_kept(folder: Folder, plan: Wrapping) -> None:
     others: list[tuple[Variable, cst.CSTNode | None]] = []
     for node in source.uses[plan.key]:
         parent: Any = source.parents[node]
-        if source.assigned(node) or not source.is_before(node, place):
+        is_inside = plan.is_behind and place in source.ancestors(node)
+        if source.assigned(node) or not (is_inside or source.is_before(node, place)):
             continue
         targets = assigned_to(folder, source, node)
         others += [(variable, None) for variable in targets or ()]
@@ -235,9 +293,23 @@ def _check_scope(plan: Wrapping) -> None:
             plan.is_sometimes |= not inside
 
 
-def _write(plan: Wrapping, options: Mapping[str, Any]) -> None:
+def _has_branches(folder: Folder, plan: Wrapping) -> bool:
+    """Return whether a `forward` of these files uses parts of a model by its arguments, in single passes."""
+    for source in folder.sources if len(plan.training.calls) == 1 else ():
+        for function in source.find(cst.FunctionDef):
+            choices: list[Any] = [*source.find(cst.IfExp, function), *source.find(cst.If, function)]
+            for choice in choices:
+                if function.name.value == "forward":
+                    names = {name.value for name in source.find(cst.Name, choice.test)} - {"self", "None"}
+                    is_fixed = m.matches(choice.test, m.Attribute(m.Name("self")))
+                    if names and not is_fixed and re.search(r"\bself\.\w+", source.code(choice.body)):
+                        return True
+    return False
+
+
+def _write(folder: Folder, plan: Wrapping, options: Mapping[str, Any]) -> None:
     """Write the statements that wrap the model and register its hook."""
-    source, value, hook, state = plan.source, options.get("op"), None, "None"
+    source, value, hook, state, names = plan.at, options.get("op"), None, "None", plan.source.aliases
     texts = {name: source.code(options[name]) for name in USUAL if name in options}
     changed = {name for name, text in texts.items() if not re.fullmatch(USUAL[name], text)}
     if missing := sorted(changed - {*BY_NAME}):
@@ -253,21 +325,35 @@ def _write(plan: Wrapping, options: Mapping[str, Any]) -> None:
         raise NotFollowedError(f"{op or 'its op'} has no counterpart in DDP" + " with passes" * plan.has_passes)
     if op == "Sum":
         hook = "sum_gradients"
-    elif "gradient_predivide_factor" in changed:
-        hook, state = "average_predivided", texts["gradient_predivide_factor"]
     registered = hook
     if "compression" in changed and (compressed := _compressed(source, options["compression"], hook or AVERAGE)):
         hook, registered = hook or AVERAGE, compressed
-    plan.lines.append(f"{plan.model} = DDP({plan.model})")
+    is_partly = _has_branches(folder, plan)
+    unused = ", find_unused_parameters=True" * is_partly
+    plan.lines.append(f"{plan.model} = {names['DDP']}({plan.model}{unused})")
+    hooks = [hook] * (hook is not None)
+    if is_partly:  # Horovod sends zeros for these
+        hooks.append("fill_unused")
+        optimizer = options["optimizer"]
+        own = (
+            source.code(optimizer)
+            if isinstance(optimizer, (cst.Name, cst.Attribute))
+            else source.target(plan.optimizer)
+        )
+        if own is None:
+            raise NotFollowedError("it has no name, and its model may leave out parameters in a pass")
+        plan.later.append(f"{own}.register_step_pre_hook(fill_unused)")
     comment = "# Each rank keeps its own buffers, such as batch-norm statistics."
     plan.lines.append(f"{comment}\n{plan.model}.broadcast_buffers = False")
+    if plan.is_behind and "compression" in changed:
+        raise NotFollowedError("its compression is chosen in another function than its model")
     if hook is not None:
         plan.lines.append(f"{plan.model}.register_comm_hook({state}, {registered})")
-        source.functions += [
-            text for text in TABLE.hooks if f"def {hook}(" in text and text not in source.functions
-        ]
-    if any(source.has_horovod(options[name]) for name in changed & {"gradient_predivide_factor"}):
-        raise NotFollowedError("its factor is of Horovod")
+    for text in TABLE.hooks:
+        at = source if "def fill_unused" in text else plan.source
+        own = text.replace("dist.", f"{at.aliases['dist']}.")
+        if any(f"def {one}(" in text for one in hooks) and own not in at.functions:
+            at.functions.append(own)
 
 
 def _compressed(source: Source, value: cst.BaseExpression, hook: str) -> str | None:
