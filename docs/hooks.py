@@ -30,6 +30,8 @@ ORIGINS = {page: origin for origin, page in PAGES.items()}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 EXTERNAL = re.compile(r"<(?:script|link|img)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//")
 CODE = re.compile(r"(?<=<code>)[^<]*(?=</code>)")
+COMMANDS = re.compile(r'<div class="language-bash.*?</code>', re.DOTALL)
+TEXT = re.compile(r"(?<=>)[^<]+")
 HYPHENATED = re.compile(r"\S*-\S*")
 SOURCE = re.compile(r"^ +Source = (\S+)$", re.MULTILINE)
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
@@ -90,8 +92,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Mark each word with a hyphen in inline code, such as an option, for docs/site.css: no line breaks in it."""
-    return CODE.sub(lambda code: HYPHENATED.sub(r'<span class="word">\g<0></span>', code[0]), html)
+    """Mark each word with a hyphen in commands and inline code, such as an option: docs/site.css breaks none."""
+    html = CODE.sub(_mark_words, html)
+    return COMMANDS.sub(lambda commands: TEXT.sub(_mark_words, commands[0]), html)
+
+
+def _mark_words(text: re.Match[str]) -> str:
+    return HYPHENATED.sub(r'<span class="word">\g<0></span>', text[0])
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
