@@ -219,7 +219,6 @@ def resume(text: str, folder: str, order: str) -> tuple[int, None]:
 
 def generators() -> tuple[int, None]:
     """Seeds and states are those of the rank's own device, and of no other."""
-
     from hvd_trainer.parallel.stage_module import MicroBatchRNG, StageModule
     from hvd_trainer.utils import rng
 
@@ -244,11 +243,11 @@ def generators() -> tuple[int, None]:
     return 0, None
 
 
-def peak(text: str, limit: float, over: str) -> tuple[int, float]:
+def peak(text: str, limit: float, over: str, of_large: float | None = None) -> tuple[int, float]:
     """The peak of memory is at most so many times that of another way to train; return it, in MB."""
-
     device = torch.device(kind(), rank() % torch.accelerator.device_count())
-    size, peaks = SMALL if kind() == "pretend" else LARGE, []
+    size, limit = (SMALL, limit) if kind() == "pretend" else (LARGE, of_large or limit)
+    peaks: list[int] = []
     torch.ones(1, device=device)  # CUDA counts from its first context on
     for way in (over, text):
         before = torch.accelerator.memory_allocated(device)
