@@ -53,7 +53,7 @@ def test_killed_executor_ends_the_job_with_its_ranks_name(engine: str, tmp_path:
     argv = [str(SUPPORT / "spark_job.py"), master, "3", "file", str(tmp_path), engine, "1.0"]
     with start("python", 1, argv, env=VARIABLES, cwd=tmp_path) as job:
         file = tmp_path / "rank-2.pid"
-        rank = psutil.Process(int(wait_for(lambda: file.exists() and file.read_text(), 200)))
+        rank = psutil.Process(int(wait_for(lambda: file.exists() and file.read_text(), 300)))
         executor = next(parent for parent in rank.parents() if parent.name() == "java")
         executor.kill()
         result = job.wait(200)
