@@ -12,7 +12,7 @@
     horovodrun      its key-value server (HTTP), on several nodes or in elastic mode: it tells no rank's address
     one node        a file that only this user can read: other launchers set no address, or one (torchrun) at
                     which every user of the machine gets an answer
-    torchrun        its own store, on several nodes: that listens at MASTER_PORT
+    torchrun        its own store, on several nodes, also those of Spark and TrainJobs: that listens at MASTER_PORT
     srun            a store on the step's first host, at a port computed from the numbers of job and step
     MPI             its own messages (mpi4py): mpirun, mpiexec, PALS, jsrun and Flux on several nodes do not tell
                     where rank 0 is
