@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 import re
 import signal
+import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from combinations import case
@@ -13,7 +16,8 @@ from compared import RAN
 from launchers import SCRIPTS, launch, start
 from waiting import wait_for
 
-from hvd_trainer.errors import OptionError
+from hvd_trainer.errors import LaunchError, OptionError
+from hvd_trainer.measure.start import Start
 from hvd_trainer.tools.verify_resume import cli as verify_resume
 from hvd_trainer.tools.verify_resume.cli import Campaign, Finished, Killed, Script, verify
 
@@ -126,6 +130,29 @@ def test_ranks_with_weights_of_their_own_are_compared_one_by_one(
     report = campaign.report(RAN)
     assert report.answer.badge == badge
     assert report.warnings[0].startswith("in the undisturbed run, too, ranks end with other weights")
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_job_that_has_no_step_left_is_not_told_to_have_failed(
+    code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ranks that notice late that their launcher is killed make all steps: "did not run again" was said."""
+    starts = iter([Killed("the launcher", 5, 1.0, 0)])
+    kill, ending = Script.kill, Start([sys.executable, "-c", f"raise SystemExit({code})"])
+
+    def second(script: Script, place: Path, *more: Any) -> Killed:
+        return next(starts, None) or kill(script, place, *more)
+
+    def start_ending(script: Script, place: Path, *_: int) -> Start:
+        place.mkdir(parents=True)
+        return ending
+
+    monkeypatch.setattr(Script, "finish", lambda *_: Finished(60, 0.1, ("a", "a", "a"), 1.0))
+    monkeypatch.setattr(Script, "start", start_ending)
+    monkeypatch.setattr(Script, "kill", second)
+    with pytest.raises(LaunchError, match="let it train longer") if code == 0 else nullcontext():
+        campaign = verify(Script([SCRIPT], "ddp", 3), kills=2, draw=random.Random(0), folder=tmp_path)
+        assert campaign.failure == "exit code 1"
 
 
 def test_out_is_tried_before_the_first_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

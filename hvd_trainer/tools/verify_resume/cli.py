@@ -59,6 +59,7 @@ RANKS_APART = (
     "in the undisturbed run, too, ranks end with other weights than each other: the script may not exchange "
     "gradients. Each rank was compared with itself"
 )
+FEWER = "let it train longer, or type fewer --kills"
 T = TypeVar("T")
 Who = Literal["rank", "launcher", "save"]
 END_S, AFTER_KILL_S, SETTLE_S, POLL_S, SAVE_S = 3600.0, 180.0, 45.0, 0.005, 20.0
@@ -92,6 +93,10 @@ class Finished(NamedTuple):
     """digests of the final weights, in rank order"""
     first_step_s: float
     """as in `Killed`"""
+
+
+class NothingLeftError(LaunchError):
+    """A start has come to its end where it should not have, as nothing was left to train."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +133,13 @@ class Script:
         began = time.time()
         code = run_to_end(self.start(place), place, place / "output", limit_s=END_S)
         if code != 0:
-            raise _error(f"had not ended after {END_S:g} s" if code is None else f"ended with code {code}", place)
+            what = f"had not ended after {END_S:g} s" if code is None else f"ended with code {code}"
+            raise LaunchError(_said(what, place))
         for path in written_outside(place.parent):
             print(f"warning: {describe_outside(path)}", file=sys.stderr, flush=True)
         figures = read_figures(place, self.ranks, warmup_steps=0)
         if figures is None:
-            raise _error(f"took no step{why_no_step(place.parent, place)}", place)
+            raise NothingLeftError(_said(f"took no step{why_no_step(place.parent, place)}: {FEWER}", place))
         weights = [str(rank["weights"]) for rank in read_steps(place)]
         first_step_s = (place / FIRST_STEP).stat().st_mtime - began
         return Finished(figures["work"]["steps"], figures["step_s"], weights, first_step_s)
@@ -156,9 +162,8 @@ class Script:
                 has_ended = False
                 while not (value := is_so()):  # looked at again after the end: it may have come to it by that
                     if has_ended:
-                        raise _error(
-                            "ended before the kill, or hangs: let it train longer, or type fewer --kills", place
-                        )
+                        kind = NothingLeftError if process.returncode == 0 else LaunchError
+                        raise kind(_said(f"ended before the kill, or hangs: {FEWER}", place))
                     has_ended = time.time() > began + END_S or process.poll() is not None
                     time.sleep(POLL_S)
                 return value
@@ -219,8 +224,8 @@ def rank_of(pid: int, default: int) -> int:
     return default
 
 
-def _error(what: str, place: Path) -> LaunchError:
-    return LaunchError(f"The job {what}:\n{(place / 'output').read_text(errors='replace')[-2000:]}")
+def _said(what: str, place: Path) -> str:
+    return f"The job {what}:\n{(place / 'output').read_text(errors='replace')[-2000:]}"
 
 
 class Campaign(NamedTuple):
@@ -345,6 +350,8 @@ def verify(script: Script, *, kills: int, draw: random.Random, folder: Path) -> 
             killed.append(script.kill(folder / "killed" / f"start-{number}", rank, step, who, moment))
             print(f"kill {number}: {killed[-1]}, {plural(step, 'step')} or more after the start", flush=True)
         last = script.finish(folder / "killed" / f"start-{kills + 1}")
+    except NothingLeftError:  # what was killed has made the last steps while it noticed that
+        raise
     except LaunchError:
         place = folder / "killed" / f"start-{len(killed) + 1}"
         # A start that has taken a step has resumed: what ended it is no kill's.

@@ -271,5 +271,5 @@ print("not killed", flush=True)
     assert hit is not None
     assert hit[1] == new
     sizes = {path.name: path.stat().st_size for path in next((place / "files").rglob("whole")).parent.iterdir()}
-    # safetensors writes to a file of another name, too, and renames it by itself.
-    assert sizes["whole"] // 2 in sizes.values()
+    # safetensors takes a file of another name, makes room for the whole of it at once, and renames it.
+    assert (0 if way == "safetensors" else sizes["whole"] // 2) in sizes.values()
