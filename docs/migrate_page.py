@@ -68,6 +68,8 @@ LEFT = """\
 |---|---|
 """
 MORE_LEFT = """\
+| `horovod.ray.RayExecutor`, `horovod.run`; `HorovodRunner` with another `np` than a number; `horovod.spark.run` \
+with a result | `ray.train.torch.TorchTrainer`; torchrun; `TorchDistributor`, which returns that of rank 0 |
 | names that may come in another order on each rank, as in a loop over `items()` | make the order the same: \
 torch.distributed knows no names |
 | a collective of a tensor that is not seen to be detached, as its gradient may be used \
@@ -77,6 +79,9 @@ torch.distributed knows no names |
 | a model that another variable or object has before it is wrapped, and trains | wrap it before |
 | one of several optimizers in files that import each other: then all are | as for that one |
 | a model that `amp.initialize` or the like replaces after the optimizer is wrapped | wrap it after that |
+
+`sparkdl.HorovodRunner` and `horovod.spark.run` become PySpark's `TorchDistributor`, and Ray's `HorovodTrainer` its
+`TorchTrainer`.
 
 What is not followed gets the wrapped model: a function that is not in these files, a dictionary, a list. It trains
 right, and the line is listed, as it may save or inspect the model, which then is `model.module`.

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from launchers import SUPPORT, Result, launch, requires, run_ranks
 from trainings import fit_small_rank
+
+from hvd_trainer.tools.migrate.migration import migrate
 
 pytestmark = requires("ray", "horovod")
 
@@ -45,3 +48,59 @@ def test_killed_worker_is_started_again_and_resumes(what: str, tmp_path: Path) -
     assert [trained[0] for trained in results(tmp_path)] == [trained[0] for trained in alone]
     (metrics,) = re.findall("^metrics (.*)", result.stdout, re.MULTILINE)
     assert json.loads(metrics)["epoch"] == 4
+
+
+TRAINER = """
+import json
+import sys
+
+import horovod.torch as hvd
+import ray
+import torch
+from ray.train import ScalingConfig
+from ray.train.horovod import HorovodTrainer
+
+
+def train(config):
+    hvd.init()
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Linear(4, 1)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["rate"] * hvd.size())
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(6, 4)).pow(2).mean().backward()
+        optimizer.step()
+    with open(f"{config['folder']}/rank-{hvd.rank()}.json", "w") as file:
+        json.dump(model.weight.tolist(), file)
+
+
+if __name__ == "__main__":
+    ray.init(num_cpus=4, include_dashboard=False)
+    config = {"rate": 0.1, "folder": sys.argv[1]}
+    HorovodTrainer(train, train_loop_config=config, scaling_config=ScalingConfig(num_workers=3)).fit()
+"""
+
+
+def train_rank(text: str, folder: str) -> tuple[int, None]:
+    """Train by the function of a script in a rank."""
+    names: dict[str, Any] = {"__name__": "job"}
+    exec(text, names)
+    names["train"]({"rate": 0.1, "folder": folder})
+    rank = names["hvd"].rank()
+    names["hvd"].shutdown()
+    return rank, None
+
+
+def test_a_script_for_rays_horovod_trainer_trains_by_torchs(tmp_path: Path) -> None:
+    """Ray has the process group ready, which is not made again."""
+    (migrated,) = migrate({tmp_path / "job.py": TRAINER})
+    assert not migrated.left
+    migrated.path.write_text(migrated.after)
+    launch("python", 1, [str(migrated.path), str(tmp_path)], env={"RAY_USAGE_STATS_ENABLED": "0"}, timeout_s=500)
+    trained = results(tmp_path)
+    old = TRAINER.replace("import horovod.torch as hvd", "from hvd_trainer import hvd")
+    old = "".join(line for line in old.splitlines(keepends=True) if not re.search("(from|import) ray", line))
+    run_ranks(train_rank, num_processes=3, launcher="torchrun", args=[old, str(tmp_path)])
+    torch.testing.assert_close(torch.tensor(trained), torch.tensor(results(tmp_path)))

@@ -7,13 +7,17 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 from combinations import case
 from launchers import REPOSITORY, SUPPORT, launch, requires, run_ranks, start
 from trainings import fit_small_rank
 from waiting import wait_for
+
+from hvd_trainer.tools.migrate.migration import migrate
 
 pytestmark = requires("spark")
 
@@ -62,3 +66,60 @@ def test_killed_executor_ends_the_job_with_its_ranks_name(engine: str, tmp_path:
     # Spark may end the other ranks before one has printed its report.
     printed = "".join(file.read_text() for file in tmp_path.glob("spark/work/*/*/stderr"))
     assert set(re.findall(r"failure: rank (\d) of 3 ", printed)) <= {"2"}
+
+
+RUNNER = """
+import os
+import sys
+
+import horovod.torch as hvd
+import torch
+from pyspark.sql import SparkSession
+from sparkdl import HorovodRunner
+
+
+def train(rate):
+    hvd.init()
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Linear(4, 1)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate * hvd.size())
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(6, 4)).pow(2).mean().backward()
+        optimizer.step()
+    return model.weight.tolist()
+
+
+if __name__ == "__main__":
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    print(HorovodRunner(np=-3).run(train, 0.1))
+    session.stop()
+"""
+
+
+def train_rank(text: str) -> tuple[int, list[list[float]]]:
+    """Train by the function of a script in a rank."""
+    names: dict[str, Any] = {"__name__": "job"}
+    exec(text, names)
+    weights = names["train"](0.1)
+    rank = names["hvd"].rank()
+    names["hvd"].shutdown()
+    return rank, weights
+
+
+def test_a_script_for_horovods_runner_trains_by_torchs_distributor(tmp_path: Path) -> None:
+    """`sparkdl` is Databricks' own; its results are those of `horovod.torch` in as many ranks."""
+    (migrated,) = migrate({tmp_path / "job.py": RUNNER})
+    assert not migrated.left
+    migrated.path.write_text(migrated.after)
+    with start("python", 1, [str(migrated.path)], env=VARIABLES, cwd=tmp_path) as job:
+        result = job.wait(400)
+        assert result.returncode == 0, job.report("failed")
+    old = RUNNER.replace("import horovod.torch as hvd", "from hvd_trainer import hvd")
+    old = "".join(line for line in old.splitlines(keepends=True) if "spark" not in line.partition("import")[0])
+    expected = run_ranks(train_rank, num_processes=3, launcher="torchrun", args=[old])
+    weights = torch.tensor(json.loads(result.stdout.splitlines()[-1]))
+    torch.testing.assert_close(weights, torch.tensor(expected[0]))

@@ -66,12 +66,13 @@ class Folder:
         wrapped: calls of DistributedOptimizer in whose place DDP has come.
         optimizers: last names of the optimizers.
         is_sure: whether all optimizers have become plain ones.
+        is_started: whether a launcher has made a process group.
     """
 
     def __init__(
         self, texts: Mapping[Path, str], keep: Mapping[Path, set[str]] | None = None, whole: str = ""
     ) -> None:
-        self.keep, self.wrapped, self.is_sure = keep, set[cst.CSTNode](), False
+        self.keep, self.wrapped, self.is_sure, self.is_started = keep, set[cst.CSTNode](), False, False
         self.sources = [Source(path, text) for path, text in texts.items()]
         self._calls = [(source, call) for source in self.sources for call in source.find(cst.Call)]
         self.definitions: dict[str, list[tuple[Source, Any]]] = defaultdict(list)
@@ -232,7 +233,9 @@ class Folder:
     def starts_again(self, source: Source) -> bool:
         """Return whether a script that has a file starts Horovod in several places."""
         starts = [at for at, _ in self.calls("init")]
-        return any(sum(at in files for at in starts) > 1 for files in self.scripts if source in files)
+        return self.is_started or any(
+            sum(at in files for at in starts) > 1 for files in self.scripts if source in files
+        )
 
     def reached(self, calls: Sequence[cst.Call]) -> set[str]:
         """Return the names of all functions that calls may run, by way of others in these files, too."""

@@ -17,7 +17,9 @@ from hvd_trainer.tools.migrate.source import API
 NEEDED = {
     r"\bos\.environ\b": "import os",
     r"\bcontextlib\.nullcontext\b": "import contextlib",
-    r"\btorch\.(cat|zeros_like|nn\.SyncB)": "import torch",
+    r"\btorch\.(cat|zeros_like|nn\.SyncB|cuda\.is)": "import torch",
+    r"\bTorchDistributor\(": "from pyspark.ml.torch.distributor import TorchDistributor",
+    r"\bTorchTrainer\(": "from ray.train.torch import TorchTrainer",
     r"\bdist\.\w": "import torch.distributed as dist",
     r"\bdefault_hooks\.": "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks",
     r"\bJoin\(\[": "from torch.distributed.algorithms.join import Join",

@@ -13,11 +13,12 @@ from typing import Any
 import libcst as cst
 
 from hvd_trainer.tools.migrate.flow import Folder, NotFollowedError
+from hvd_trainer.tools.migrate.launchers import plan_launchers
 from hvd_trainer.tools.migrate.outside import DOCUMENTS, migrate_commands, rest_of
 from hvd_trainer.tools.migrate.rewrite import Rewriter
 from hvd_trainer.tools.migrate.source import API, Source, imported_words
 from hvd_trainer.tools.migrate.table import BY_NAME, NOT_PLAIN, OTHERWISE, TABLE, Rule
-from hvd_trainer.tools.migrate.tokens import tokens_of
+from hvd_trainer.tools.migrate.tokens import advice_on, tokens_of
 from hvd_trainer.tools.migrate.wrapping import Wrapping, plan
 
 NEEDED_BY_DDP = {"DistributedOptimizer", "broadcast_parameters"}
@@ -86,7 +87,7 @@ def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
     python = {path: text.replace("\r\n", "\n") for path, text in texts.items() if path.suffix == ".py"}
     results: list[Migrated] = []
     for program in _programs(python):
-        if not any("horovod" in text for text in program.values()):
+        if not any(re.search("(?i)horovod", text) for text in program.values()):
             others = [(path, text, tokens_of(text, ())) for path, text in program.items()]
             results += [Migrated(path, text, text, left=left) for path, text, left in others]
             continue
@@ -158,6 +159,8 @@ def _migrate_all(
     for made in plans:
         made.apply(folder)
     folder.is_sure = bool(plans)
+    launched = [plan_launchers(source) for source in folder.sources if not folder.whole]
+    folder.is_started = any(launched)
     _end(folder, plans)
     needs_start = False
     results, names, starts = list[Migrated](), dict[Path, set[str]](), dict[Path, set[str]]()
@@ -176,7 +179,8 @@ def _migrate_all(
         others = [
             (result.before_line(line), what, advice) for line, what, advice in tokens_of(result.after, defined)
         ]
-        rows += [row for row in others if row[0] not in lines]
+        is_used = any(row[1].startswith("horovod.") for row in rows)  # by more than its import
+        rows += [row for row in others if row[0] not in lines and not (is_used and row[1] == "horovod")]
         result.left = sorted({*rows})
         results.append(result)
         needs_start |= any(name.startswith(API) for name in rewriter.left.values())
@@ -213,6 +217,8 @@ def _advice(
     what, line = re.sub(rf"^{API}\.?", "hvd.", name).rstrip("."), source.line(node)
     called = what.partition(".")[2]
     advice = TABLE.by_hand.get(called.split(".")[0], (NOT_PLAIN if called in BY_NAME else "") + OTHERWISE)
+    if what.startswith("horovod.") and called not in TABLE.by_hand:
+        advice = next(advice_on(what))[1]
     if reasons and called.startswith(("broadcast_optimizer_state", "Compression")):
         advice = "it is left with its optimizer"
     return line, what, reasons.get((source.path, line), advice) if called == "DistributedOptimizer" else advice
@@ -240,7 +246,7 @@ def _join(folder: Folder, plans: Sequence[Wrapping], source: Source, call: cst.C
 
 def _end(folder: Folder, plans: Sequence[Wrapping]) -> None:
     """Put the end of the process group where it began, in each script that has no other end."""
-    for files in folder.scripts if {"init", "shutdown"} <= {*folder.rules} else ():
+    for files in folder.scripts if {"init", "shutdown"} <= {*folder.rules} and not folder.is_started else ():
         ends = [at for at, _ in folder.calls("shutdown") if at in files]
         if ends or any("destroy_process_group" in source.text for source in files):
             continue

@@ -14,7 +14,7 @@ FILES = re.compile(
 )
 DOCUMENTS = re.compile(r"(?i).*\.(md|rst|txt)$|readme")
 """Files of sentences, in which a name alone is no use of it."""
-SENTENCE = re.compile(r"(?i)\bhorovod\b|\bhvd\b|horovod(\.\w+)+")
+SENTENCE = re.compile(r"(?i)\bhorovod\b|\bhvd\b|horovod(\.\w+)+|horovod[a-z]+er|mpi4py")
 GAP = r"(?:[ \t]|\\\n)+"
 HERE = rf"(?:-H|--hosts?)(?:=|{GAP})localhost(?::\d+)?"
 SIZE = rf"(?:-np|-n|--num-proc)(?:=|{GAP})(?P<size>\S+)"
@@ -75,7 +75,8 @@ def rest_of(path: Path, text: str, scripts: Collection[str]) -> Iterator[tuple[i
                 )
                 is_prose = is_sentence and (SENTENCE.fullmatch(what) or f"{what} -" not in whole and "run" in what)
                 if not is_of_mpi and not is_prose:
-                    yield number, what, advice
+                    is_name = SENTENCE.fullmatch(what)
+                    yield number, what, "nothing of PyTorch needs it: take it out" if is_name else advice
         number += line.count("\v") + 1
 
 

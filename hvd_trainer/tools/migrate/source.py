@@ -22,7 +22,7 @@ from libcst.metadata import (
 from hvd_trainer.tools.migrate.table import Rule
 
 IMPORTS = re.compile(r"^[ \t]*((?:from\s+[\w.]+\s+)?import\s+(?:\([^)]*\)|.*))", re.MULTILINE)
-HINT = re.compile("horovod|synchronize")
+HINT = re.compile("(?i)horovod|synchronize")
 NAMES = {"dist": "torch.distributed", "DDP": "torch.nn.parallel.DistributedDataParallel"}
 """What the new code calls its imports."""
 T = TypeVar("T", bound=cst.CSTNode)

@@ -44,7 +44,7 @@ def tokens_of(code: str, defined: Collection[str]) -> list[tuple[int, str, str]]
             inner = token.string.strip("rbfuRBFU\"'")
             is_option = inner.startswith("-")  # of the script's own
             for what, advice in () if is_alone or is_option else advice_on(inner):
-                if " " not in inner or not re.fullmatch("(?i)horovod", what):
+                if " " not in inner or not re.fullmatch(r"(?i)horovod(\.\w+)*", what):
                     line = token.start[0] + token.string[: token.string.index(what)].count("\n")
                     rows.append((line, what, advice))
     return rows

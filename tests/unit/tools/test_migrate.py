@@ -753,3 +753,41 @@ def test_horovod_by_another_files_import_is_followed() -> None:
     assert after["a"] == "import torch.distributed as dist\n\nprint(dist.get_rank())\n"
     assert "print(dist.get_world_size())\n" in after["b"]
     assert after["c"] == "from hvd_trainer import hvd\n\nhvd.start_timeline('t')\n"
+
+
+LAUNCHERS = {
+    "from sparkdl import HorovodRunner\n\nHorovodRunner(np=2).run(main, 3)\n": (
+        "TorchDistributor(num_processes=2, local_mode=False, use_gpu=torch.cuda.is_available()).run(main, 3)\n",
+        [],
+    ),
+    "from sparkdl import HorovodRunner\n\nHorovodRunner(np=count).run(main)\n": (
+        "HorovodRunner(np=count).run(main)\n",
+        ["HorovodRunner", "sparkdl", "HorovodRunner"],
+    ),
+    "import horovod.spark\n\nhorovod.spark.run(main, args=(1, 2), num_proc=n)\n": (
+        "TorchDistributor(num_processes=n, local_mode=False, use_gpu=torch.cuda.is_available()).run(main, 1, 2)\n",
+        [],
+    ),
+    "import horovod.spark\n\nresults = horovod.spark.run(main, num_proc=2)\n": (
+        "results = horovod.spark.run(main, num_proc=2)\n",
+        ["horovod.spark.run"],
+    ),
+    "from ray.train.horovod import HorovodTrainer\n\nHorovodTrainer(main, scaling_config=s).fit()\n": (
+        "TorchTrainer(main, scaling_config=s).fit()\n",
+        [],
+    ),
+    "from horovod.ray import RayExecutor\n\nRayExecutor(settings, num_workers=2).start()\n": (
+        "RayExecutor(settings, num_workers=2).start()\n",
+        ["horovod.ray.RayExecutor"],
+    ),
+}
+
+
+@pytest.mark.parametrize("text", LAUNCHERS)
+def test_launchers_of_spark_and_ray_are_those_of_pytorch(text: str) -> None:
+    """tests/launchers/test_spark.py and test_ray.py run them."""
+    after, left = LAUNCHERS[text]
+    result = one(text)
+    assert result.after.endswith(after)
+    assert left_of(result) == left
+    assert bool(left) == ("import HorovodRunner" in result.after or "horovod" in result.after)
