@@ -34,7 +34,7 @@ HEAD = m.Try() | m.SimpleStatementLine([m.Import() | m.ImportFrom() | m.Expr(m.S
 
 def statements(text: str, module: cst.Module) -> list[Any]:
     """Return the statements of a text, to be put into a module."""
-    return list(cst.parse_module(text, module.config_for_parsing).body)
+    return list(cst.parse_module(text, module.config_for_parsing).body) if text else []
 
 
 def names_of(node: Any) -> list[tuple[str, str, str]]:
