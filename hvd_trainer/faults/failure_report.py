@@ -52,9 +52,13 @@ class FailureReporter:
         self.has_reported = False
 
     def report(self, text: str) -> None:
-        """Write a report of the job's failure to stderr."""
-        self.has_reported = True
-        self.write(text)
+        """Write the report of the job's failure to stderr: the first one, where two sessions watch the same ranks.
+
+        A Trainer that joins a script's group under `run` has a session beside that of the script.
+        """
+        if not self.has_reported:
+            self.has_reported = True
+            self.write(text)
 
     def write(self, text: str) -> None:
         """Write to stderr by one system call, so that output of other ranks does not cut it in two."""

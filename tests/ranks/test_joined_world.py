@@ -187,6 +187,16 @@ def test_failure_in_a_joined_world_names_the_rank(engine: str, size: int, tmp_pa
     assert "ValueError: planted" in result.stderr
 
 
+def test_failure_of_a_joined_trainer_under_run_is_reported_once(tmp_path: Path) -> None:
+    """The script's session reported it again."""
+    script = tmp_path / "script.py"
+    script.write_text(FAILING)
+    job = [str(script), "--device", "cpu", "--batch-size", "4", "--backend", "ddp"]
+    result = launch("python", 1, ["-m", "hvd_trainer", "run", "-np", "3", "--", *job], check=False)
+    assert result.returncode != 0
+    assert re.findall(r"failure: rank (\d) of 3", result.stderr) == ["1"], result.stderr
+
+
 TRAINING = """
 import sys
 import torch
