@@ -90,7 +90,12 @@ def _hide_none(registry: ConstructorRegistry) -> ConstructorRegistry:
 
 
 def _without_internals(told: str) -> str:
-    """Return tyro's text on a value that is no number as a sentence; others as they are."""
+    """Return tyro's text on a value that is no number, or none of those to choose from, as a sentence."""
+    if choice := re.match(
+        r"invalid choice '(.*)' for argument '(?:-np/)?(--\S+)'\. Expected one of \((.*)\)", told
+    ):
+        *others, last = (value.strip("' ") for value in choice[3].rstrip(",").split(","))
+        return f"{choice[2]} takes {', '.join(others)} or {last}, and not {choice[1]!r}"
     option = re.match(r"Error parsing (?:-np/)?(--\S+): ", told)
     value = re.search(r"\['(.*?)'\]|(?:with base 10|string to float): '(.*?)'", told)
     kind = re.search(r"Argument helptext: (?:-np INT, )?--\S+ (INT|FLOAT) ", told)

@@ -169,7 +169,7 @@ def test_ranges_of_a_users_own_options_are_checked(value: str) -> None:
         (["--epochs", "many"], "error: --epochs takes a whole number, and not 'many'. Type: "),
         (["--max-steps", "1.5"], "error: --max-steps takes a whole number, and not '1.5'. Type: "),
         (["--lr", "much"], "error: --lr takes a number, and not 'much'. Type: "),
-        (["--backend", "mpi"], "invalid choice 'mpi' for argument '--backend'"),
+        (["--backend", "mpi"], "--backend takes auto, horovod, ddp, single or data-parallel, and not 'mpi'"),
         (["--epochs"], "--epochs"),
     ],
 )
