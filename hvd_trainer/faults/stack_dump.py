@@ -62,6 +62,7 @@ def training_stack() -> list[FrameType]:
     """Return the frames of the thread that trains, the outermost first."""
     frames = sys._current_frames()
     frame = frames.get(_training_thread(frames))
+    frames.clear()  # they have this function's, too: a cycle, which would keep all, with the script's model
     return [frame for frame, _ in traceback.walk_stack(frame)][::-1]
 
 

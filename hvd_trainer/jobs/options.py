@@ -19,9 +19,9 @@ MIN_VOCABULARY = 1 + 256
 class ImageOptions:
     """The data set."""
 
-    dataset: Literal["auto", "mnist", "digits"] = "auto"
+    dataset: Annotated[Literal["auto", "mnist", "digits"], COMMON] = "auto"
     """mnist, digits (a small real set that comes with this package), or auto: mnist if it can be had"""
-    data_dir: str | None = None
+    data_dir: Annotated[str | None, COMMON] = None
     """folder with MNIST as torchvision lays it out; None: a cache folder of yours"""
     repeat: Count = 12
     """digits only: how often an epoch trains on each (once would be 3 steps on 4 ranks)"""

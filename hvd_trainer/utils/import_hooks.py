@@ -138,7 +138,7 @@ def wrap(name: str, wrapper: Callable[..., Any], holder: Any, undo: ExitStack | 
         return wrapper(original, *args, **kwargs)
 
     modules = [module for module in sys.modules.values() if isinstance(module, ModuleType)]
-    for place in {holder, *(module for module in modules if vars(module).get(name) is original)}:
+    for place in (holder, *(one for one in modules if one is not holder and vars(one).get(name) is original)):
         setattr(place, name, call)
         if undo is not None:
             undo.callback(setattr, place, name, original)

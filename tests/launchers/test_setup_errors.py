@@ -100,7 +100,9 @@ REFUSALS = [
         when="long",
     ),
     refusal("horovodrun", "", "--log-dir /proc/none", "--log-dir /proc/none cannot be", when="long"),
-    refusal("horovodrun", "", "--data-dir /nowhere --dataset mnist", "Or train on the embedded digits"),
+    refusal(
+        "horovodrun", "", "--data-dir /nowhere --dataset mnist --repeat 12", "Or train on the embedded digits"
+    ),
     refusal("srun", "", "--backend single", "srun started 2 processes, but --backend single trains in one"),
     refusal("horovodrun", INIT_HOROVOD, "", "is already initialised in this process", "take that call out"),
     refusal(

@@ -561,7 +561,7 @@ def test_contract(backend: str, launcher: str, size: int, name: str) -> None:
         ("horovod", {"transport": "gloo"}, ["--transport gloo", "--backend ddp"]),
         ("ddp", {"transport": "mpi"}, ["--transport mpi", "--backend horovod"]),
         ("single", {"compression": "fp16"}, ["--compression fp16", "leave it out"]),
-        ("mpi", {}, ["--backend must be one of horovod, ddp, single, data-parallel, not 'mpi'"]),
+        ("mpi", {}, ["--backend must be one of auto, horovod, ddp, single, data-parallel, not 'mpi'"]),
     ],
 )
 def test_unsupported_options_are_refused(backend: str, options: dict[str, object], words: list[str]) -> None:

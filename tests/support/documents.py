@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
-from launchers import REPOSITORY
-
+REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = tuple(sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "docs").glob("*.md")))
 WITH_COMMANDS = (
     *("README.md", *PAGES, "CONTRIBUTING.md", "benchmarks/README.md", "docker/README.md"),
