@@ -9,7 +9,7 @@ import pkgutil
 import runpy
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -46,9 +46,14 @@ def execute(job: Sequence[str]) -> None:
         exec(code or loader.source_to_code(loader.get_data(path), path), main.__dict__)
 
 
-def finish_threads_and_handlers() -> None:
-    """Wait for threads and call the exit handlers, as Python does after a program's last line."""
+def finish_threads_and_handlers(between: Callable[[], None] = lambda: None) -> None:
+    """Wait for threads and call the exit handlers, as Python does after a program's last line.
+
+    Args:
+        between: is called when threads have ended, and handlers may not have closed anything.
+    """
     threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does at the end of its processes
+    between()
     atexit._run_exitfuncs()
 
 

@@ -96,8 +96,7 @@ def _run(
             sys.excepthook(type(error), error, error.__traceback__)
         raise
     engines.warn_if_alone(script)
-    finish_threads_and_handlers()
-    compare_ranks()
+    finish_threads_and_handlers(compare_ranks)
     script.end(left)
 
 
