@@ -48,7 +48,8 @@ def main(master: str, processes: int, kind: str, *arguments: str) -> None:
         elif kind == "file":
             distributor.run(f"{SUPPORT}/spark_rank.py", *arguments)
         else:
-            assert distributor.run(train, *arguments) == 0
+            # In local mode Spark gives the result of the rank that wrote its own last.
+            assert distributor.run(train, *arguments) in range(processes)
     finally:
         session.stop()
 
