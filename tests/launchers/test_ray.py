@@ -93,6 +93,7 @@ def train_rank(text: str, folder: str) -> tuple[int, None]:
     return rank, None
 
 
+@pytest.mark.long
 def test_a_script_for_rays_horovod_trainer_trains_by_torchs(tmp_path: Path) -> None:
     """Ray has the process group ready, which is not made again."""
     (migrated,) = migrate({tmp_path / "job.py": TRAINER})

@@ -110,6 +110,7 @@ def train_rank(text: str) -> tuple[int, list[list[float]]]:
     return rank, weights
 
 
+@pytest.mark.long
 def test_a_script_for_horovods_runner_trains_by_torchs_distributor(tmp_path: Path) -> None:
     """`sparkdl` is Databricks' own; its results are those of `horovod.torch` in as many ranks."""
     (migrated,) = migrate({tmp_path / "job.py": RUNNER})

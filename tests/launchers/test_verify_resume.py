@@ -102,7 +102,7 @@ def test_verify_resume_kills_a_script_and_its_launcher(
             1,
             ["The job did not run again after rank 0 killed inside a save of snapshot.pt", "os.replace"],
         ),
-        ("whole", "3", 0, [f"1 of them inside a save, {SAME}"]),
+        pytest.param("whole", "3", 0, [f"1 of them inside a save, {SAME}"], marks=pytest.mark.long),
     ],
 )
 def test_a_kill_inside_a_save_shows_a_torn_one(
