@@ -91,7 +91,7 @@ class Fingerprint(NamedTuple):
     before: int = 0
     """of the steps before; 0: there are none"""
     after: int = 0
-    """of the steps before and this one, below 2**40; 0: not known"""
+    """of the steps before and this one, below 2**32; 0: not known"""
 
 
 class Marked(NamedTuple):
@@ -267,7 +267,7 @@ class Loader(ABC):
                 raise DataError(empty)
             if batch is None or having < ranks:
                 return
-            # No sum of less than 8192 of them is rounded, so that none is the mean by chance.
+            # Below 2**21 ranks no sum of these numbers is rounded.
             if fingerprints != ranks * batch.fingerprint:
                 raise DataError(self._other_samples())
             batch.mean_samples, batch.taken = samples / ranks, round(taken * self._shard.size / ranks)

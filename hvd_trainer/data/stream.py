@@ -148,7 +148,7 @@ class StreamLoader(Loader):
 
 def _extended(fingerprint: int, sample: Any) -> int:
     """Return a fingerprint that a further sample is added to; of an object of no known kind its type counts."""
-    digest = hashlib.blake2b(fingerprint.to_bytes(5, "big"), digest_size=5)
+    digest = hashlib.blake2b(fingerprint.to_bytes(4, "big"), digest_size=4)
     for leaf in tree_leaves(sample):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             digest.update(as_bytes(leaf.detach().cpu().contiguous()).numpy().tobytes())

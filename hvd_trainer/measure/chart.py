@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SVG_DPI = 72
-"""Of SVG, whatever a figure's own is."""
+"""Dots per inch: SVG has these, whatever a figure is told."""
 SIZE = (5.0, 3.2)
 """Inches: small, so that letters can still be read where a telephone makes it narrower."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
@@ -45,9 +45,9 @@ STYLE: dict[Any, Any] = {
 MAX_VALUES = 100
 """Points of a line whose values are shown under the mouse."""
 ROOM = 0.05
-"""Of the width of a chart, that the name of a mark takes."""
+"""Fraction of a chart's width that the name of a mark takes."""
 EXTRA_WIDTH = 3.0
-"""Of the first of several lines, in points."""
+"""Points by which the first of several lines is wider: it is seen beneath an equal one."""
 Points = Sequence[tuple[float, float]]
 
 

@@ -36,7 +36,7 @@ MAX_TOGETHER = 3
 """Runs whose training and test figures are drawn in one chart."""
 FAILURES, TEST = "failures", "test"
 KINDS = {"train": "training", "val": TEST}
-"""What the beginnings of figures' names stand for."""
+"""Words for the prefixes of figures."""
 DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
 """Variables that say that there is a browser to open."""
 

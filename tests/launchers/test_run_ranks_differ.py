@@ -11,6 +11,7 @@ from launchers import launch
 pytestmark = pytest.mark.warm
 
 DDP = """
+import atexit
 import sys
 from contextlib import nullcontext
 import torch
@@ -28,10 +29,12 @@ def main(fault):
         for last in (False, True):  # two passes in a step
             local = not last or (fault == "no_sync" and step == 5)
             with ddp.no_sync() if local else nullcontext():
-                called = net if fault == "module" and step == 5 and last else ddp
+                called = net if fault in ("module", "closed") and step == 5 and last else ddp
                 called(torch.randn(8, 3)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    if fault == "closed":
+        atexit.register(lambda: torch._foreach_zero_([p.detach() for p in ddp.parameters()]))
     if fault == "left":
         return  # the process group stays, and the model is gone before the script is done
     dist.destroy_process_group()
@@ -81,6 +84,12 @@ def test_ranks_that_differ_are_told_at_the_end(tmp_path: Path, backend: str, siz
         assert line.endswith(f"parity -- {tmp_path}/train.py {fault}")
     [line] = told(tmp_path, HOROVOD, backend, size, "own update")
     assert line.startswith(f"{SAYS}1.bias of rank 1 is not that of rank 0 at the end.")
+
+
+def test_ranks_are_compared_before_exit_handlers(tmp_path: Path) -> None:
+    """A handler may close what the parameters are on: the comparison waited there for ever."""
+    [line] = told(tmp_path, DDP, "ddp", 3, "closed")
+    assert " is not that of rank 0 at the end." in line
 
 
 @pytest.mark.parametrize(("backend", "size"), [case("ddp", 3), case("horovod", 4)])

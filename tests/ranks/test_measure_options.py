@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from digits_job import train
 from launchers import QUICKEST, SUPPORT, launch, requires
 from records import records
 
@@ -22,23 +23,6 @@ from hvd_trainer.tools.diagnose.profile import read_profiles
 
 ENGINES = ("ddp", "horovod")
 pytestmark = [requires("horovod"), pytest.mark.warm]
-
-
-def train(log: Path, *options: str, ranks: int = 2, backend: str = "ddp") -> str:
-    """Train on the 1,438 digits: 6 steps of 2 x 128 in an epoch, the last one smaller."""
-    job = [
-        "-m",
-        "hvd_trainer.mnist",
-        "--dataset",
-        "digits",
-        "--repeat",
-        "1",
-        "--backend",
-        backend,
-        "--log-dir",
-        str(log),
-    ]
-    return launch(QUICKEST, ranks, [*job, *options]).stdout
 
 
 @pytest.mark.parametrize("backend", ENGINES)

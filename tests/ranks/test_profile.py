@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from digits_job import train
 from launchers import QUICKEST, SUPPORT, launch, requires
 from records import records
 
@@ -19,23 +20,6 @@ from hvd_trainer.observe.profile import ROWS, waiting_table
 pytestmark = pytest.mark.warm
 
 ENGINES = ("ddp", "horovod")
-
-
-def train(log: Path, *options: str, ranks: int = 2, backend: str = "ddp") -> str:
-    """Train on the 1,438 digits: 6 steps of 2 x 128 in an epoch."""
-    job = [
-        "-m",
-        "hvd_trainer.mnist",
-        "--dataset",
-        "digits",
-        "--repeat",
-        "1",
-        "--backend",
-        backend,
-        "--log-dir",
-        str(log),
-    ]
-    return launch(QUICKEST, ranks, [*job, *options]).stdout
 
 
 def events_of(log: Path, rank: int) -> list[dict[str, Any]]:

@@ -8,10 +8,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from launchers import Job, start
+from launchers import QUICKEST, Job, launch, start
 from records import lines
 
-OPTIONS = ["--dataset", "digits", "--repeat", "1", "--epochs", "1", "--batch-size", "256"]
+DIGITS = ("--dataset", "digits", "--repeat", "1")
+OPTIONS = [*DIGITS, "--epochs", "1", "--batch-size", "256"]
+
+
+def train(log_dir: Path, *options: str, ranks: int = 2, backend: str = "ddp") -> str:
+    """Train on the 1,438 digits, with 128 a rank in a step; return what is printed."""
+    job = ["-m", "hvd_trainer.mnist", *DIGITS, "--backend", backend, "--log-dir", str(log_dir)]
+    return launch(QUICKEST, ranks, [*job, *options]).stdout
 
 
 def argv(backend: str | None, log_dir: Path | None = None, extra: Sequence[str] = ()) -> list[str]:

@@ -9,7 +9,7 @@ from hvd_trainer.measure.figures import STEP_PARTS
 from hvd_trainer.measure.stack_record import AFTER_STEP, LOADER_START, WORKER, Frame
 
 QUEUE, GIL, SLOW = "queue", "gil", "slow"
-"""What is no role: waiting for a CPU or for the GIL, and what slow steps take longer than others."""
+"""Causes without a role: waiting for a CPU or for the GIL, and what slow steps take longer than others."""
 TEXTS = {
     **STEP_PARTS,
     **dict.fromkeys(("model", "own forward"), STEP_PARTS["forward"]),

@@ -353,7 +353,7 @@ def follow(
 
 
 KEEPERS = (cst.Assign, cst.AnnAssign, cst.Return, cst.Element, cst.DictElement, cst.Yield, cst.NamedExpr)
-"""What has a value that is kept."""
+"""Statements whose value is kept."""
 
 
 def is_trained(folder: Folder, variable: Variable, after: cst.CSTNode | None, wrapped: Variable) -> bool:

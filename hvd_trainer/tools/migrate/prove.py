@@ -16,7 +16,7 @@ from hvd_trainer.measure.tool_folder import locked_folder, make_inner, remove_in
 from hvd_trainer.tools.migrate.migration import Migrated
 
 PROJECT = (".git", "pyproject.toml", "setup.py", "setup.cfg")
-"""What the top folder of a project has."""
+"""Files by which the top folder of a project is recognised."""
 AT_START = ("optimizer", "parameters")
 """What a step before the training changes."""
 

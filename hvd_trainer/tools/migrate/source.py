@@ -24,7 +24,7 @@ from hvd_trainer.tools.migrate.table import Rule
 IMPORTS = re.compile(r"^[ \t]*((?:from\s+[\w.]+\s+)?import\s+(?:\([^)]*\)|.*))", re.MULTILINE)
 HINT = re.compile("(?i)horovod|synchronize")
 NAMES = {"dist": "torch.distributed", "DDP": "torch.nn.parallel.DistributedDataParallel"}
-"""What the new code calls its imports."""
+"""Names of the imports in the new code."""
 T = TypeVar("T", bound=cst.CSTNode)
 API = "horovod.torch"
 ASSIGNMENTS = (cst.Assign, cst.AnnAssign, cst.AugAssign, cst.NamedExpr)

@@ -64,7 +64,7 @@ T = TypeVar("T")
 Who = Literal["rank", "launcher", "save"]
 END_S, AFTER_KILL_S, SETTLE_S, POLL_S, SAVE_S = 3600.0, 180.0, 45.0, 0.005, 20.0
 MAX_FRACTION = 0.9
-"""Of a file's usual size, up to which it is written before the kill."""
+"""Fraction of a file's usual size that is written before the kill, at most."""
 
 
 class Killed(NamedTuple):
