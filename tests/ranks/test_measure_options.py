@@ -72,6 +72,7 @@ def test_unknown_figures_are_refused(tmp_path: Path) -> None:
 
 def measured(log: Path, words: Sequence[str], *, ranks: int = 2, backend: str = "ddp", **message: Any) -> str:
     """Run a job as the tools do, with recordings in `log`; return what it printed."""
+    log.mkdir(exist_ok=True)
     variables = Message(log_dir=str(log), engine=backend, **message).variables()
     return launch(QUICKEST, ranks, ["-m", "hvd_trainer", "run", "--", *words], env=variables, cwd=log).stdout
 
