@@ -363,7 +363,15 @@ CASES = {
         False,
     ),
     "under a condition": (
-        {"train": BEGIN + MODEL + "if 2 < hvd.size():\n    " + WRAP + STEPS + "result = model.state_dict()"},
+        # Without a collective, a rank may leave its Gloo group while another still connects to it.
+        {
+            "train": BEGIN
+            + MODEL
+            + "if 2 < hvd.size():\n    "
+            + WRAP
+            + STEPS
+            + "result = model.state_dict()\nhvd.barrier()"
+        },
         False,
     ),
     "in an expression": (
@@ -373,6 +381,7 @@ CASES = {
             + f"optimizer = {WRAP[12:-1]} if hvd.size() > 2 else optimizer\n"
             + STEPS
             + RESULT
+            + "hvd.barrier()"
         },
         False,
     ),
