@@ -1,4 +1,4 @@
-"""Every command in README.md and docs/ runs here, or is listed below with the test that runs it."""
+"""What README.md and docs/ print: commands run as they stand, and options, outputs, links and files are real."""
 
 from __future__ import annotations
 
@@ -47,196 +47,32 @@ TYPED_HERE = (
 TRANSCRIPTS = {"horovodrun -np 2 python examples/first_job.py": "README.md", MAIN: "docs/quickstart.md"}
 
 # These show what others show, too.
-LONG = {
-    f"python {EXAMPLE}": pytest.mark.long,
-    f"srun -n 2 python {EXAMPLE}": pytest.mark.long,
-    f"mpirun -np 2 python {EXAMPLE}": pytest.mark.long,
-}
+LONG = {f"{start} {EXAMPLE}" for start in ("python", "srun -n 2 python", "mpirun -np 2 python")}
 
-PLAIN = "test_examples_plain.py"
-OWN = "test_readme.py"
-# Command -> the file whose run covers it, and what there shows that.
-TYPED_ELSEWHERE = {
-    "make mnist": (OWN, "test_make_ends_with_what_is_said"),
-    "hvd-trainer install-horovod --mpi": ("test_mpi.py", '"install-horovod", "--mpi"'),
-    "mpirun -np 4 python -m hvd_trainer.mnist --backend horovod --transport mpi": (
-        "test_mpi.py",
-        '"--transport", "mpi"',
-    ),
-    'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=path/to/mnist NP=2': (
-        *(OWN, "test_make_ends_with_what_is_said"),
-    ),
-    'make test PYTEST_ARGS="tests/ranks/test_trainer.py -k test_decay"': (OWN, "test_make_ends_with_what_is_said"),
-    **{
-        f"python -m hvd_trainer run -np 2 --backend {engine} -- {script} --data-dir ../shared/data/mnist": (
-            *("test_run.py", Path(script).name),
-        )
-        for engine, script in (
-            ("ddp", "examples/mnist/plain_horovod.py"),
-            ("horovod", "examples/mnist/plain_ddp.py"),
-        )
-    },
-    "hvd-trainer run -np 2 -- train.py": ("test_run.py", '"-np", 2'),
-    "torchrun --nproc-per-node 2 train.py": (OWN, "test_a_script_needs_no_more_than_another_import"),
-    "hvd-trainer compare -np 2 -- train.py --epochs 1": ("test_compare.py", "test_compare_takes_any_script"),
-    "hvd-trainer run -np 2 --backend horovod -- train.py": ("test_run.py", '"-np", 2'),
-    IMPORT: (OWN, "test_a_script_needs_no_more_than_another_import"),
-    "git clone ADDRESS hvd_trainer": ("test_docs.py", "git clone"),
-    "cd hvd_trainer": ("test_docs.py", "git clone"),
-    **dict.fromkeys(BATCH_LINES, (OWN, "test_lines_for_batch_scripts_run")),
-    **dict.fromkeys(
-        (command for command in documents.commands() if command.startswith("sysctl")),
-        ("test_hosts.py", "test_ports_are_those_of_the_documented_commands"),
-    ),
-    # The others begin with it.
-    "make setup": (".ci/run", "make test"),
-    "make test": (".ci/run", "make test"),
-    "make lint": (".ci/run", "make lint"),
-    "make docs": (".ci/run", "make docs"),
-    "python docs/options_page.py": ("test_docs.py", "options_page.py"),
-    "hvd-trainer migrate train.py": ("test_migrate.py", '"migrate"'),
-    "hvd-trainer migrate train.py --write": ("test_migrate.py", '"--write"'),
-    "hvd-trainer migrate train.py --prove -np 3 -- --epochs 1": ("test_migrate_proves.py", '"--prove"'),
-    # Too long for CI; its parts that are quick are tested beside it.
-    "make image-test": ("Makefile", "-m image"),
-    # They need a GPU; that these forms are there is tested without one.
-    **dict.fromkeys(
-        (command for command in documents.commands() if "gpu-test" in command or "tests/gpu" in command),
-        ("test_gpu_test.py", "test_documented_command_without_a_gpu_says_so"),
-    ),
-    "source .venv/bin/activate": ("Makefile", "-m venv"),
-    "pip install -c constraints.txt '.[tools,migrate]'": ("Makefile", "install -c constraints.txt"),
-    "hvd-trainer install-horovod": ("test_install_horovod.py", '"install-horovod"'),
-    "hvd-trainer verify-resume -np 3 --kills 12 -- train.py --snapshot snapshot.pt": (
-        *("test_verify_resume.py", '"verify-resume"'),
-    ),
-    "torchrun --max-restarts 3 --nproc-per-node 4 -m hvd_trainer.mnist --reproducible 4 --log-dir runs/again": (
-        *("test_failures.py", '"--max-restarts"'),
-    ),
-    "horovodrun -np 2 --min-np 1 --max-np 8 --host-discovery-script ./hosts.sh --network-interfaces eth0 python "
-    "-m hvd_trainer.mnist --global-batch-size 256": ("elastic_hosts.py", '"--host-discovery-script"'),
-    **dict.fromkeys(
-        (command for command in documents.commands() if command.endswith("run --backend ddp -- train.py")),
-        ("test_hvd_elastic.py", '"--max-restarts"'),
-    ),
-    "hvd-trainer run -np 3 --bucket-mb 25 --fusion-threshold-mb 0 -- train.py": (
-        *("test_verify_resume.py", "test_verify_resume_kills_a_script_and_its_launcher"),
-    ),
-    "hvd-trainer run -np 2 --check-ranks 100 -- train.py": ("test_run_ranks_differ.py", '"--check-ranks"'),
-    "python -m hvd_trainer run -np 2 --exactly-horovod --backend ddp -- train.py": (
-        *("test_run.py", '"--exactly-horovod"'),
-    ),
-    "horovodrun -np 2 python -m hvd_trainer.imdb --data-dir aclImdb": (
-        *("test_imdb.py", "test_small_model_learns_the_real_reviews"),
-    ),
-    # Like these, on synthetic data.
-    **dict.fromkeys(
-        (
-            "srun -n 4 python -m hvd_trainer.imdb --stages 2 --chunks 8",
-            "horovodrun -np 2 python -m hvd_trainer.imdb --devices-per-rank 2",
-            "torchrun --nproc-per-node 4 -m hvd_trainer.imdb --stages 2 --shard optimizer",
-        ),
-        ("test_parallel_jobs.py", "test_documented_commands_train_the_same_model"),
-    ),
-    "VENV=$HOME/venv DATA_DIR=$WORK/data sbatch --partition=gpu --account=me examples/slurm/data_parallel.sh "
-    "--epochs 3": ("test_slurm_examples.py", "data_parallel.sh"),
-    "hvd-trainer parity -- -m hvd_trainer.mnist --dataset digits": (
-        *("test_parity_tool.py", '"hvd_trainer.mnist"'),
-    ),
-    "hvd-trainer parity -np 2 -- train.py --epochs 1": (
-        *("test_parity_tool.py", "test_parity_from_the_command_to_the_exit_code"),
-    ),
-    "hvd-trainer doctor": ("test_doctor.py", '"doctor"'),
-    "hvd-trainer doctor --run": ("test_doctor.py", '"--run"'),
-    "horovodrun -np 2 python -m hvd_trainer.mnist --dataset digits --epochs 5 --log-dir log --profile-steps 10": (
-        *("test_profile.py", '"--profile-steps"'),
-    ),
-    # As these, and smaller.
-    "hvd-trainer compare --np 1,2 --rounds 3 --steps 100 -- -m hvd_trainer.mnist --dataset digits": (
-        *("test_compare.py", '"compare"'),
-    ),
-    "hvd-trainer compare --np 2 --rounds 1 --steps 20 -- examples/mnist/plain_ddp.py "
-    "--data-dir ../shared/data/mnist": (*("test_compare.py", "test_compare_takes_any_script"),),
-    "hvd-trainer diagnose --np 2 -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist": (
-        "test_diagnose_jobs.py",
-        '"diagnose"',
-    ),
-    "hvd-trainer compare --np 2 --vary threads=1,2 --vary bucket-mb=1,25 -- -m hvd_trainer.mnist --data-dir "
-    "../shared/data/mnist": ("test_compare.py", '"workers=0,2"'),
-    "hvd-trainer compare --backend ddp --np 1,2,4 --vary stages=1,2 --vary chunks=1,2,4,8,16,32 "
-    "--vary batch-size=32,64,128,256 --vary schedule=gpipe --rounds 3 --steps 10 --out runs/pipeline -- -m "
-    "hvd_trainer.imdb --dataset synthetic": ("test_compare.py", '"stages=1,2"'),
-    "MALLOC_MMAP_THRESHOLD_=131072 hvd-trainer compare --backend ddp --np 2 --vary precision=fp32,bf16 "
-    "--vary activation-checkpointing=none,blocks --vary shard=none,optimizer,full --rounds 2 --warmup-steps 2 "
-    "--steps 2 --out runs/memory -- -m hvd_trainer.imdb --dataset synthetic --batch-size 16 --layers 6 --d-model "
-    "512 --d-hid 2048 --heads 8 --sequence-length 64": ("test_compare.py", '"hvd_trainer.imdb"'),
-    "hvd-trainer export runs/digits runs/digits/weights.safetensors": (*("test_checkpoint.py", '"export"'),),
-    # What it starts, and how, is tested without the hours that the figures take.
-    "python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5 --out runs/mnist": (
-        *("test_benchmarks.py", '"benchmarks"'),
-    ),
-    "python -m benchmarks --jobs scripts resnet18 --rounds 5": ("test_benchmarks.py", '"benchmarks"'),
-    "python -m benchmarks --jobs images tokens --rounds 5": ("test_benchmarks.py", '"benchmarks"'),
-    "python -m benchmarks --data-dir ../shared/data/mnist --jobs mnist resnet18 images tokens --ranks 2,4 "
-    "--rounds 3": ("test_benchmarks.py", '"benchmarks"'),
-    "python -m benchmarks --list": ("test_benchmarks.py", '"benchmarks"'),
-    "python -m benchmarks --jobs ranks --ranks 1,2,4,8 --rounds 5": ("test_benchmarks.py", '"benchmarks"'),
-    "python -m benchmarks --jobs tensors samples --rounds 3": ("test_benchmarks.py", '"benchmarks"'),
-    "make setup VENV=.venv-peers": (".ci/run", "make test"),
-    "python -m benchmarks.rank_check --data-dir ../shared/data/mnist": (
-        *("test_benchmarks.py", '"benchmarks.rank_check"'),
-    ),
-    "python -m benchmarks.idioms --out runs/idioms --page docs/idioms.md": (
-        *("test_idioms.py", '"benchmarks.idioms"'),
-    ),
-    "python -m benchmarks.to_target --data-dir ../shared/data/mnist --seeds 30": (
-        *("test_benchmarks.py", '"benchmarks.to_target"'),
-    ),
-    # Like the same command on digits, which is typed here.
-    "horovodrun -np 4 python examples/mnist/train.py --data-dir ../shared/data/mnist --epochs 3": (OWN, "EXAMPLE"),
-    "horovodrun -np 2 python examples/mnist/plain_horovod.py --data-dir ../shared/data/mnist": (PLAIN, "horovod"),
-    "python examples/mnist/plain_horovod.py --data-dir ../shared/data/mnist": (PLAIN, "horovod"),
-    "torchrun --nproc-per-node 2 examples/mnist/plain_ddp.py --data-dir ../shared/data/mnist": (PLAIN, "ddp"),
-    "torchrun --nproc-per-node 1 examples/mnist/plain_ddp.py --data-dir ../shared/data/mnist": (PLAIN, "ddp"),
-}
-# With several hosts; test_matrix.py starts each launcher on two nodes or names that one machine plays.
-SEVERAL_HOSTS = re.compile(r"\bnode1\b|--ntasks-per-node")
-# With programs that no test machine has (test_image.py builds and runs the image with buildah, and
-# test_kubernetes.py checks the files), or with the environment of the tools that benchmarks compares with.
+# With programs that no test machine has, or with the environment of the tools that benchmarks compares with.
 NOT_RUN = re.compile(r"^(docker|apptainer|enroot|kubectl|\.venv-peers/bin/\w+) ")
 
 OF_OTHERS = {
-    "Open MPI": {"--allow-run-as-root", "--bind-to", "--hostfile", "--map-by", "--mca", "--oversubscribe"},
-    "Slurm": {
-        *("--array", "--cpu-bind", "--cpus-per-task", "--distribution", "--gpu-bind", "--gpus-per-task", "--gres"),
-        *("--kill-on-bad-exit", "--mpi", "--ntasks", "--ntasks-per-node", "--ntasks-per-socket", "--open-mode"),
-        *("--pty", "--signal"),
-    },
-    "torchrun": {
-        *("--master-addr", "--master-port", "--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-endpoint"),
-        *("--numa-binding", "--standalone"),
-    },
-    "horovodrun": {
-        *("--elastic-timeout", "--host-discovery-script", "--max-np", "--min-np", "--network-interfaces"),
-    },
-    "py-spy": {"--pid"},
-    "scripts for torch.distributed.launch": {"--local_rank"},
-    "pytest": {"--cold"},
-    "a script of the reader": {"--snapshot"},
-    "docker": {
-        *("--build-arg", "--detach", "--device", "--ipc", "--profile"),
-        *("--shm-size", "--time", "--ulimit", "--user"),
-    },
+    # Open MPI
+    *("--allow-run-as-root", "--bind-to", "--hostfile", "--map-by", "--mca", "--oversubscribe"),
+    # Slurm
+    *("--array", "--cpu-bind", "--cpus-per-task", "--distribution", "--gpu-bind", "--gpus-per-task", "--gres"),
+    *("--kill-on-bad-exit", "--mpi", "--ntasks", "--ntasks-per-node", "--ntasks-per-socket", "--open-mode"),
+    *("--pty", "--signal"),
+    # torchrun
+    *("--master-addr", "--master-port", "--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-endpoint"),
+    *("--numa-binding", "--standalone"),
+    # horovodrun
+    *("--elastic-timeout", "--host-discovery-script", "--max-np", "--min-np", "--network-interfaces"),
+    # Docker
+    *("--build-arg", "--detach", "--device", "--ipc", "--profile", "--shm-size", "--time", "--ulimit", "--user"),
+    # py-spy, scripts for torch.distributed.launch, pytest, and a script of the reader
+    *("--pid", "--local_rank", "--cold", "--snapshot"),
 }
 
 
-def test_every_command_is_typed_somewhere() -> None:
-    others = re.compile(f"{SEVERAL_HOSTS.pattern}|{NOT_RUN.pattern}")
-    found = [command for command in documents.commands() if not others.search(command)]
-    assert set(found) == {*TYPED_HERE, *TRANSCRIPTS, *TYPED_ELSEWHERE}
-    for command, (place, shown) in TYPED_ELSEWHERE.items():
-        file = next((REPOSITORY / "tests").rglob(place), REPOSITORY / place)
-        assert shown in file.read_text(), f"{place} does not cover {command}"
+def test_commands_that_run_here_are_documented() -> None:
+    assert not {*TYPED_HERE, *TRANSCRIPTS} - {*documents.commands()}
 
 
 # Typing.
@@ -284,14 +120,11 @@ def typed(command: str, root: Path, timeout_s: float = 150.0) -> Result:
     return result
 
 
-def needs(command: str) -> pytest.MarkDecorator:
-    """Skips where the launcher is missing."""
-    program = command.split()[0]
-    return requires(*([program] if program in LAUNCHERS else []))
-
-
 def marks_of(command: str) -> list[pytest.MarkDecorator]:
-    return [needs(command), *([LONG[command]] if command in LONG else [])]
+    """Return what skips a command where its launcher is missing, and where it shows what others show, too."""
+    program = command.split()[0]
+    needs = requires(*([program] if program in LAUNCHERS else []))
+    return [needs, *([pytest.mark.long] if command in LONG else [])]
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=marks_of(c), id=c.split("\n")[0]) for c in TYPED_HERE])
@@ -345,12 +178,6 @@ def test_the_printed_output_is_the_documented_one(
         assert float(accuracy[1]) >= (98 if command == MAIN else 90)
 
 
-TESTED = (
-    "python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "
-    '--durations 25 -m "not long and not image and not gpu"'
-)
-
-
 @pytest.mark.parametrize(
     ("command", "end"),
     [
@@ -359,10 +186,9 @@ TESTED = (
             'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=path/to/mnist NP=2',
             f"{MAIN.replace('-np 4', '-np 2')} --data-dir path/to/mnist --epochs 1 --backend ddp",
         ),
-        ("make test", TESTED),
         (
             'make test PYTEST_ARGS="tests/ranks/test_trainer.py -k test_decay"',
-            f"{TESTED} tests/ranks/test_trainer.py -k test_decay",
+            '-m "not long and not image and not gpu" tests/ranks/test_trainer.py -k test_decay',
         ),
     ],
 )
@@ -374,7 +200,8 @@ def test_make_ends_with_what_is_said(command: str, end: str, tmp_path: Path) -> 
     environ = {name: value for name, value in os.environ.items() if name not in own}
     plan = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=REPOSITORY, env=environ).stdout
     joined = plan.replace("\\\n", " ").strip().splitlines()
-    assert shlex.split(joined[-1])[1:] == shlex.split(end)
+    words = shlex.split(end)
+    assert shlex.split(joined[-1])[-len(words) :] == words
     package = "-c constraints.txt -e '.[tensorboard,imdb,migrate,tools]'"
     for step in ("-m venv", package, "-m hvd_trainer install-horovod"):
         assert step in plan
@@ -448,7 +275,7 @@ def test_options_in_commands_exist() -> None:
 
 
 def test_options_in_prose_exist() -> None:
-    known = {"--help", "--help-all"}.union(*OF_OTHERS.values())
+    known = {"--help", "--help-all", *OF_OTHERS}
     for what in (
         "hvd_trainer.mnist",
         "hvd_trainer.imdb",

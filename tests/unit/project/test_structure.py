@@ -349,6 +349,7 @@ def test_version_is_the_same_everywhere() -> None:
     settings.read(REPOSITORY / "setup.cfg")
     assert settings["metadata"]["version"] == hvd_trainer.__version__
     assert f"## [{hvd_trainer.__version__}]" in (REPOSITORY / "CHANGELOG.md").read_text()
+    assert f"ARG VERSION={hvd_trainer.__version__}\n" in (REPOSITORY / "docker/Dockerfile").read_text()
 
 
 # Words.
