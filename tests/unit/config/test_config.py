@@ -48,13 +48,18 @@ def help_of(kind: type, option: str, capsys: pytest.CaptureFixture[str]) -> tupl
 
 
 def test_help_lists_common_options_and_help_all_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    """In sections, one for each group."""
     text, common = help_of(MnistOptions, "--help", capsys)
     assert common >= set(COMMON)
     assert not common & set(OTHERS)
     assert 20 <= len(common) <= 25
     assert "--help-all lists all options" in text
-    text, every = help_of(MnistOptions, "--help-all", capsys)
+    whole, every = help_of(MnistOptions, "--help-all", capsys)
     assert every - {"--config"} == {flag(name) for name in flatten(MnistOptions())}
+    for printed in (text, whole):
+        sections = re.findall(r"(\w+) options \W", printed)
+        assert " ".join(sections) == "data network optimizer engine train log save parallel measure"
+        assert "--config FILE" in printed
 
 
 def test_help_begins_with_a_docstring_that_somebody_wrote(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,16 +74,7 @@ def test_help_begins_with_a_docstring_that_somebody_wrote(capsys: pytest.Capture
     assert "--help-all lists all options" in text
 
 
-def test_help_has_a_section_per_group(capsys: pytest.CaptureFixture[str]) -> None:
-    for option in ("--help", "--help-all"):
-        text, _ = help_of(MnistOptions, option, capsys)
-        sections = re.findall(r"(\w+) options \W", text)
-        assert " ".join(sections) == "data network optimizer engine train log save parallel measure"
-        assert "--config FILE" in text
-
-
-@pytest.mark.parametrize("job", ["mnist", "imdb"])
-@pytest.mark.parametrize("option", ["--help", "--epoks", "--epochs=many"])
+@pytest.mark.parametrize(("job", "option"), [("mnist", "--help"), ("imdb", "--epochs=many")])
 def test_help_and_mistyped_options_import_no_torch(job: str, option: str) -> None:
     """Help and errors took as long as the import of PyTorch: seconds."""
     shown = subprocess.run(
@@ -88,15 +84,6 @@ def test_help_and_mistyped_options_import_no_torch(job: str, option: str) -> Non
     imported = re.findall(r"\| +(\w+)$", shown.stderr, re.MULTILINE)
     assert "tyro" in imported
     assert "torch" not in imported
-
-
-def test_parse_reads_values_of_every_kind() -> None:
-    options = parse(
-        MnistOptions,
-        ["--lr", "1e-3", "--max-norm=2", "--compile=max-autotune", "--data-dir", "x"],
-    )
-    assert (options.optimizer.lr, options.train.max_norm, options.train.compile) == (1e-3, 2.0, "max-autotune")
-    assert (options.data.data_dir, options.train.global_batch_size) == ("x", None)
 
 
 def test_command_line_overrides_yaml(tmp_path: Path) -> None:
@@ -109,10 +96,10 @@ def test_command_line_overrides_yaml(tmp_path: Path) -> None:
 
 def test_config_yaml_of_a_run_parses_back(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    options = parse(
-        MnistOptions,
-        ["--epochs=5", "--warmup-epochs=0.5", "--compile", "default", "--log-dir", "a b", "--seed", "3"],
-    )
+    words = ["--lr", "1e-3", "--max-norm=2", "--compile=max-autotune", "--seed", "3", "--log-dir", "a b"]
+    options = parse(MnistOptions, words)
+    assert (options.optimizer.lr, options.train.max_norm, options.train.compile) == (1e-3, 2.0, "max-autotune")
+    assert (options.log.log_dir, options.train.global_batch_size) == ("a b", None)
     file.write_text(yaml.safe_dump(flatten(options)))
     assert parse(MnistOptions, [f"--config={file}"]) == options
 
@@ -138,15 +125,12 @@ class OwnOptions(TrainerOptions):
     own: Own = field(default_factory=Own)
 
 
-def test_help_lists_all_options_of_a_users_own_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_a_users_own_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, common = help_of(OwnOptions, "--help", capsys)
     assert "--widths" in common
     assert "--bucket-mb" not in common
     assert text.index("own options") < text.index("engine options")
     assert "--bucket-mb" in help_of(OwnOptions, "--help-all", capsys)[1]
-
-
-def test_options_of_a_users_own_job_parse(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     file.write_text("widths: [5, 6, 7]\n")
     assert parse(OwnOptions, ["--config", str(file), "--epochs", "1"]).own.widths == (5, 6, 7)
@@ -170,7 +154,6 @@ def test_ranges_of_a_users_own_options_are_checked(value: str) -> None:
         (["--max-steps", "1.5"], "error: --max-steps takes a whole number, and not '1.5'. Type: "),
         (["--lr", "much"], "error: --lr takes a number, and not 'much'. Type: "),
         (["--backend", "mpi"], "--backend takes auto, horovod, ddp, single or data-parallel, and not 'mpi'"),
-        (["--epochs"], "--epochs"),
     ],
 )
 def test_wrong_command_line_exits_with_2(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,12 +193,15 @@ def test_wrong_yaml_file_is_named(content: str | None, words: str, tmp_path: Pat
 
 
 def test_check_reports_all_mistakes_at_once() -> None:
-    args = "--epochs 0 --accumulate 0 --max-norm 0 --warmup-epochs nan --lr 0 --momentum -1"
-    args += " --timeout-s 0 --bucket-mb 0 --until soon --profile-steps 0 --keep-best val_loss"
+    args = "--epochs 0 --chunks 0 --max-steps 0 --log-every 0 --accumulate 0 --max-norm 0 --warmup-epochs nan"
+    args += " --lr 0 --momentum -1 --timeout-s 0 --bucket-mb 0 --until soon --profile-steps 0 --keep-best val_loss"
     with pytest.raises(OptionError) as caught:
         check(parse(MnistOptions, [*args.split(), "--resume", "auto"]))
     for words in (
         "--epochs must be a whole number, 1 or more, not 0",
+        "--chunks must be a whole number, 1 or more, or None, not 0",
+        "--max-steps must be a whole number, 1 or more, or None, not 0",
+        "--log-every must be a whole number, 1 or more, not 0",
         "--accumulate must be a whole number, 1 or more, not 0",
         "--max-norm must be a number, more than 0, or None, not 0.0",
         "--warmup-epochs must be a number, 0 or more, not nan",
@@ -234,7 +220,6 @@ def test_check_reports_all_mistakes_at_once() -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ("--chunks 0", "--chunks must be a whole number, 1 or more, or None, not 0"),
         ("--schedule gpipe", "--schedule is about stages: add --stages"),
         ("--balance bytes", "--balance cuts a model: add --stages or --devices-per-rank"),
         ("--stages 2 --devices-per-rank 2", "leave one out"),
@@ -248,18 +233,13 @@ def test_check_reports_all_mistakes_at_once() -> None:
         ("--shard full --backend ddp --compression fp16", "--compression does not go with --shard full"),
         (
             "--compile default --activation-checkpointing blocks",
-            "compile the blocks yourself, with block.compile()",
+            "compile the blocks yourself, with block.com",
         ),
-        ("--max-steps 0", "--max-steps must be a whole number, 1 or more, or None, not 0"),
         ("--channels-last --shard full", "--channels-last does not go with --shard full"),
         ("--reproducible 3", "--reproducible must be a power of two, not 3"),
         *(
             (f"--reproducible 4 {option}", f"sums gradients itself: leave out {option.split()[0]}")
             for option in ("--compression fp16", "--sync-batch-norm")
-        ),
-        (
-            "--log-every 0 --profile-steps 1",
-            "--log-every must be a whole number, 1 or more, not 0; --profile-steps writes to the",
         ),
         ("--profile-steps 1", "--profile-steps writes to the log folder: add --log-dir DIR"),
         ("--profile-skip 1", "--profile-skip counts the steps before a profile: add --profile-steps N"),
@@ -279,10 +259,7 @@ def test_check_reports_all_mistakes_at_once() -> None:
         ("--momentum 0.8", "--momentum 0.8 is for --optimizer sgd, not adam: leave one out"),
         ("--compile reduce-overhead --accumulate 2", "type --compile default, or leave out --accumulate"),
         ("--compile max-autotune --reproducible 2", "type --compile default, or leave out --reproducible"),
-        (
-            "--until 0.99",
-            "type --until 'val_accuracy>=0.99' or --until 'val_loss<=0.05', in quotes",
-        ),
+        ("--until 0.99", "type --until 'val_accuracy>=0.99' or --until 'val_loss<=0.05', in quotes"),
         ("--until val_accuracy>=99%", "type --until 'val_accuracy>=0.99'"),
         ("--until val_mae=0.05", "type --until 'val_mae>=0.05' or --until 'val_mae<=0.05', in quotes"),
         ("--until val_loss<0.1", "type --until 'val_loss>=0.1' or --until 'val_loss<=0.1', in quotes"),
@@ -348,28 +325,18 @@ def test_batch_plan_divides_the_global_batch() -> None:
     ("name", "value", "said"),
     [
         ("non_finite", "warn", "--non-finite must be one of error, skip, not 'warn'"),
-        ("shard", "zero1", "--shard must be one of none, optimizer, full, not 'zero1'"),
-        ("precision", "bf16-mixed", "--precision must be one of fp32, bf16, fp16, not 'bf16-mixed'"),
-        ("backend", "gloo", "--backend must be one of auto, horovod, ddp, single, data-parallel, not 'gloo'"),
         ("epochs", "3", "--epochs must be a whole number, 1 or more, not '3'"),
-        ("epochs", 2.5, "--epochs must be a whole number, 1 or more, not 2.5"),
         ("epochs", True, "--epochs must be a whole number, 1 or more, not True"),
         ("epochs", None, "--epochs must be a whole number, 1 or more, not None"),
-        ("max_norm", "1", "--max-norm must be a number, more than 0, or None, not '1'"),
         ("max_norm", math.nan, "--max-norm must be a number, more than 0, or None, not nan"),
         ("tf32", 1, "--tf32 must be True or False, not 1"),
         ("log_dir", Path("log"), "--log-dir must be a text, or None, not PosixPath('log')"),
-        (
-            "resume_partial",
-            ("weights",),
-            "scaler, loss, frozen, random, data, callbacks, not ('weights',)",
-        ),
+        ("resume_partial", ("weights",), "scaler, loss, frozen, random, data, callbacks, not ('weights',)"),
         (
             "resume_partial",
             "data",
-            "any number of: optimizer, scheduler, scaler, loss, frozen, random, data, callbacks, not 'data'",
+            "any number of: optimizer, scheduler, scaler, loss, frozen, random, data, c",
         ),
-        ("until", "val_mae=0.5", "type --until 'val_mae>=0.5' or --until 'val_mae<=0.5'"),
         ("train", EngineOptions(), "--train must be TrainOptions, not EngineOptions("),
     ],
 )
@@ -387,13 +354,7 @@ def test_a_value_of_another_type_hides_no_other_mistake() -> None:
     """A text for a number cannot be compared with one."""
     wrong = {"chunks": "8", "accumulate": "2", "reproducible": "4", "schedule": "gpipe", "profile_skip": 7}
     said = "; ".join(find_mistakes(with_values(MnistOptions(), wrong), Launch(2)))
-    for words in (
-        "--chunks must",
-        "--accumulate must",
-        "--reproducible must",
-        "--schedule is",
-        "--profile-skip counts",
-    ):
+    for words in ("--chunks must", "--accumulate must", "--reproducible must", "--schedule is", "--profile-skip"):
         assert words in said
 
 
@@ -413,16 +374,6 @@ def test_options_of_a_users_own_types_pass() -> None:
 
 
 @dataclass(frozen=True)
-class MisplacedRange(TrainerOptions):
-    share: Annotated[float | None, Meta(gt=0)] = None
-
-
-def test_a_range_that_is_not_checked_is_an_error() -> None:
-    with pytest.raises(TypeError, match="Can only set `gt` on a numeric type"):
-        find_mistakes(MisplacedRange())
-
-
-@dataclass(frozen=True)
 class SmallBatches(TrainerOptions):
     """A job with a batch size of its own."""
 
@@ -434,24 +385,12 @@ class SmallBatches(TrainerOptions):
     [
         ("--global-batch-size 512", Launch(2), ""),
         ("--global-batch-size 64 --batch-size 32", Launch(2), ""),
-        (
-            "--global-batch-size 64 --batch-size 16",
-            Launch(2),
-            "2 ranks x --accumulate 1 the batch size is 32",
-        ),
+        ("--global-batch-size 64 --batch-size 16", Launch(2), "2 ranks x --accumulate 1 the batch size is 32"),
         ("--global-batch-size 100", Launch(3), "The nearest that does: --global-batch-size 99"),
         ("--reproducible 4", Launch(3), "--reproducible 4 runs on 1, 2, 4 ranks"),
-        (
-            "--chunks 65",
-            Launch(1),
-            "--chunks 65 cuts a batch of 64 into less than one sample. Type --chunks 64",
-        ),
+        ("--chunks 65", Launch(1), "cuts a batch of 64 into less than one sample. Type --chunks 64"),
         ("--stages 4", Launch(6), "Start 8 ranks, or give one of these: --stages 1, 2, 3, 6"),
-        (
-            "--stages 2",
-            Launch(2, is_elastic=True),
-            "elastic mode changes them. Start without",
-        ),
+        ("--stages 2", Launch(2, is_elastic=True), "elastic mode changes them. Start without"),
         ("--requeue --log-dir x", Launch(1), "--requeue is for jobs in a Slurm queue"),
         ("--requeue --log-dir x", Launch(1, is_queued=True), ""),
     ],

@@ -101,20 +101,12 @@ def test_detect_recorded_environment(case: str) -> None:
     assert [may_be_first(environ) for environ in environs] == [detect(environ).is_first for environ in environs]
 
 
-@pytest.mark.parametrize(
-    ("rank", "size", "may_be"),
-    [
-        ("0", "2", True),
-        ("1", "2", False),
-        ("1", "", False),
-        ("1", "two", False),
-        ("2", "2", True),
-        ("a", "2", True),
-    ],
-)
-def test_no_other_rank_speaks_for_one_that_cannot_be(rank: str, size: str, may_be: bool) -> None:
+def test_no_other_rank_speaks_for_one_that_cannot_be() -> None:
     """It waited 10 s for rank 0 to say what was wrong."""
-    assert may_be_first({"RANK": rank, "WORLD_SIZE": size}) == may_be
+    numbers = {"0 2": True, "1 2": False, "1 ": False, "1 two": False, "2 2": True, "a 2": True}
+    for text, may_be in numbers.items():
+        rank, size = text.split(" ")
+        assert may_be_first({"RANK": rank, "WORLD_SIZE": size}) == may_be, text
 
 
 # MPICH's mpiexec.hydra -n 3, as seen with MPICH 4.0.2.
@@ -141,18 +133,15 @@ def test_detect_launchers_without_recordings() -> None:
     assert detect(RUN) == World(1, 2, 1, 2, 0, 1, "run")
 
 
-def test_detect_srun_with_pmi2() -> None:
-    pmi2 = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "9"}
-    assert detect({**environments.CASES["srun_2"][1], **pmi2}).launcher == "srun"
-
-
-def test_detect_ignores_world_size_of_batch_script() -> None:
+def test_variables_of_others_do_not_hide_srun() -> None:
+    """PMI2's, which Hydra sets, too, PMIx's, and those that a batch script sets for its job."""
     srun = environments.CASES["srun_2"][1]
-    assert detect({**srun, "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}).launcher == "srun"
-    with pytest.raises(
-        LaunchError, match="WORLD_SIZE is set, so this process looks started by hand, but RANK is not"
+    for others in (
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "9"},
+        {"PMIX_RANK": "1"},
+        {"WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
     ):
-        detect({"WORLD_SIZE": "2"})
+        assert detect({**srun, **others}).launcher == "srun"
 
 
 COMPLETE = {
@@ -201,11 +190,11 @@ MALFORMED = ["", " ", "x", "1.0", "-1", "+1", "1_0", "0x1", "١", "²", "9" * 30
 
 
 @pytest.mark.parametrize(("name", "variable"), [(name, v) for name in COMPLETE for v in ROWS[name].variables()])
-@pytest.mark.parametrize("text", MALFORMED, ids=lambda text: repr(text[:9]))
-def test_detect_refuses_non_numbers(name: str, variable: str, text: str) -> None:
-    with pytest.raises(LaunchError, match=variable) as caught:
-        detect({**COMPLETE[name], variable: text})
-    assert len(str(caught.value)) < 300
+def test_detect_refuses_non_numbers(name: str, variable: str) -> None:
+    for text in MALFORMED:
+        with pytest.raises(LaunchError, match=variable) as caught:
+            detect({**COMPLETE[name], variable: text})
+        assert len(str(caught.value)) < 300
 
 
 def test_detect_random_environments() -> None:
@@ -214,7 +203,7 @@ def test_detect_random_environments() -> None:
     variables = sorted({v for launcher in LAUNCHERS for v in (*launcher.variables(), *launcher.markers)})
     values = [*MALFORMED, *"012345", "2(x2)", "4(x2),2", "2(x", "(x2)", "1,1", "9(x999999)", "4(x99999999999)"]
     outcomes = set()
-    for _ in range(20_000):
+    for _ in range(5_000):
         launcher = random_number.choice(LAUNCHERS)
         chosen = {*launcher.variables(), *random_number.sample(variables, random_number.randint(0, 3))}
         environ = {name: random_number.choice(values) for name in sorted(chosen)}
@@ -242,6 +231,10 @@ def test_detect_random_environments() -> None:
         ("srun", {"SLURM_NODEID": "1"}, "speaks of 1 nodes, but SLURM_NODEID is 1"),
         ("srun", {"SLURM_STEP_NUM_TASKS": "8"}, "makes 2 tasks, but SLURM_STEP_NUM_TASKS is 8"),
         ("srun", {"SLURM_STEP_NUM_NODES": "0"}, "node_rank 0 of num_nodes 0"),
+        # What is to be changed is named.
+        ("hand", {"RANK": "4"}, "Set RANK and WORLD_SIZE on each rank: they count from 0"),
+        ("horovodrun", {"HOROVOD_RANK": "2"}, "Leave HOROVOD_RANK and HOROVOD_SIZE to horovodrun"),
+        ("hand", {"RANK": "first"}, "Leave it to the launcher, or type: export RANK=NUMBER"),
     ],
 )
 def test_detect_refuses_contradictions(case: str, changes: dict[str, str], words: str) -> None:
@@ -249,19 +242,7 @@ def test_detect_refuses_contradictions(case: str, changes: dict[str, str], words
         detect({**COMPLETE[case], **changes})
 
 
-def test_detect_error_names_variables_to_change() -> None:
-    with pytest.raises(LaunchError, match=r"Set RANK and WORLD_SIZE on each rank: they count from 0"):
-        detect({**BY_HAND, "RANK": "4"})
-    with pytest.raises(LaunchError, match=r"Leave HOROVOD_RANK and HOROVOD_SIZE to horovodrun"):
-        detect({**COMPLETE["horovodrun"], "HOROVOD_RANK": "2"})
-    with pytest.raises(LaunchError, match=r"Leave it to the launcher, or type: export RANK=NUMBER"):
-        detect({**BY_HAND, "RANK": "first"})
-
-
-@pytest.mark.parametrize(
-    ("text", "counts"),
-    [("1", [1]), ("4(x2),2", [4, 4, 2]), ("2,1", [2, 1]), ("8(x3)", [8, 8, 8]), ("3,2(x2),1", [3, 2, 2, 1])],
-)
+@pytest.mark.parametrize(("text", "counts"), [("1", [1]), ("8(x3)", [8, 8, 8]), ("3,2(x2),1", [3, 2, 2, 1])])
 def test_expand_counts(text: str, counts: list[int]) -> None:
     assert expand_counts(text) == counts
 
@@ -287,6 +268,7 @@ def test_expand_counts_refuses_malformed(text: str) -> None:
     ],
 )
 def test_lone_process_warning(case: str, warns: bool) -> None:
+    """In a TrainJob, whose variables are for torchrun, each node trained alone."""
     environ = environments.CASES[case][0]
     warning = lone_process_warning(detect(environ), environ)
     assert (warning is not None) is warns
@@ -294,13 +276,8 @@ def test_lone_process_warning(case: str, warns: bool) -> None:
         assert f"{environ['SLURM_NTASKS']} tasks" in warning
         assert "srun python" in warning
 
-
-def test_plain_python_in_a_trainjob_is_told_of_torchrun() -> None:
-    """Each node trained alone."""
     environ = environments.CASES["trainjob_v2_python"][0]
-    warning = lone_process_warning(detect(environ), environ)
-    assert warning is not None
-    assert "PET_NNODES=2 is for torchrun" in warning
+    assert "PET_NNODES=2 is for torchrun" in str(lone_process_warning(detect(environ), environ))
 
 
 POD = environments.CASES["pytorchjob_v1"][0]
@@ -322,8 +299,6 @@ def test_prterun_that_tells_no_size_is_refused() -> None:
     words = r"PMIX_RANK is set, so this process looks started by mpirun, but .*type: unset PMIX_RANK$"
     with pytest.raises(LaunchError, match=words):
         detect({"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-node1-7@1"})
-    # srun --mpi=pmix sets it, too.
-    assert detect({**environments.CASES["srun_2"][1], "PMIX_RANK": "1"}).launcher == "srun"
 
 
 def test_ranks_that_count_nodes_are_told_of_torchrun() -> None:
@@ -436,20 +411,13 @@ def test_ranks_sharing_gpu() -> None:
     assert sharing == [[1], [0], [], []]
 
 
-@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (0, 4), (1, 4)])
-def test_check_world(rank: int, size: int) -> None:
+def test_check_world() -> None:
     world = World(1, 4, 1, 4, launcher="torchrun")
-    if (rank, size) == (1, 4):
-        check_world(world, "Horovod", rank, size)
-        return
-    with pytest.raises(LaunchError) as caught:
-        check_world(world, "Horovod", rank, size)
-    for words in (
-        "torchrun started rank 1 of 4",
-        f"Horovod says rank {rank} of {size}",
-        "horovodrun -np 4 python",
-    ):
-        assert words in str(caught.value)
+    check_world(world, "Horovod", 1, 4)
+    for rank, size in ((0, 4), (1, 2)):
+        words = f"torchrun started rank 1 of 4, .*Horovod.* says rank {rank} of {size}.*horovodrun -np 4 python"
+        with pytest.raises(LaunchError, match=words):
+            check_world(world, "Horovod", rank, size)
 
 
 @pytest.mark.parametrize("outer", ["python", "horovodrun_2", "torchrun_2", "mpirun_2", "srun_2"])
