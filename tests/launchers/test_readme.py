@@ -233,11 +233,7 @@ def test_the_notebook_lines_run(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("document", "file"),
-    [
-        ("README.md", "examples/first_job.py"),
-        ("docs/quickstart.md", "examples/own_data.py"),
-    ],
+    ("document", "file"), [("README.md", "examples/first_job.py"), ("docs/quickstart.md", "examples/own_data.py")]
 )
 def test_a_printed_example_is_the_file(document: str, file: str) -> None:
     python = [block.text for block in documents.blocks(document) if block.language == "python"]

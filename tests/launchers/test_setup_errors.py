@@ -218,8 +218,7 @@ def test_missing_port_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "words"),
-    [(0, "and rank 1 did not come"), (1, "which does not answer at 127.0.0.1:")],
+    ("rank", "words"), [(0, "and rank 1 did not come"), (1, "which does not answer at 127.0.0.1:")]
 )
 def test_missing_rank_ends_the_wait(rank: int, words: str) -> None:
     """The time limit holds on rank 0, which serves, and on the others, which ask."""

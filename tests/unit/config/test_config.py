@@ -231,10 +231,7 @@ def test_check_reports_all_mistakes_at_once() -> None:
         ("--shard full --backend ddp --devices-per-rank 2", "on one device: leave out --devices-per-rank"),
         ("--shard full --backend ddp --stages 2 --schedule zero-bubble", "type --schedule 1f1b or interleaved"),
         ("--shard full --backend ddp --compression fp16", "--compression does not go with --shard full"),
-        (
-            "--compile default --activation-checkpointing blocks",
-            "compile the blocks yourself, with block.com",
-        ),
+        ("--compile default --activation-checkpointing blocks", "compile the blocks yourself, with block.com"),
         ("--channels-last --shard full", "--channels-last does not go with --shard full"),
         ("--reproducible 3", "--reproducible must be a power of two, not 3"),
         *(
@@ -332,11 +329,7 @@ def test_batch_plan_divides_the_global_batch() -> None:
         ("tf32", 1, "--tf32 must be True or False, not 1"),
         ("log_dir", Path("log"), "--log-dir must be a text, or None, not PosixPath('log')"),
         ("resume_partial", ("weights",), "scaler, loss, frozen, random, data, callbacks, not ('weights',)"),
-        (
-            "resume_partial",
-            "data",
-            "any number of: optimizer, scheduler, scaler, loss, frozen, random, data, c",
-        ),
+        ("resume_partial", "data", "any number of: optimizer, scheduler, scaler, loss, frozen, random, data, c"),
         ("train", EngineOptions(), "--train must be TrainOptions, not EngineOptions("),
     ],
 )

@@ -45,12 +45,7 @@ def mean_square(outputs: torch.Tensor, targets: Any) -> torch.Tensor:
     return ((outputs.squeeze(1) - (targets["id"] if isinstance(targets, dict) else targets)) ** 2).mean()
 
 
-class OfNothing(Dataset[Any]):
-    def __getitem__(self, index: int) -> Any:
-        raise IndexError
-
-
-class Sized(OfNothing):
+class Sized(Dataset[Any]):
     def __init__(self, sample: Any, count: int) -> None:
         self.sample, self.count = sample, count
 
@@ -93,20 +88,13 @@ class Bucketed(Dataset[Any]):
 
 
 BAD = [
-    (lambda: OfNothing(), "OfNothing: a data set has __len__ and __getitem__"),
-    (lambda: 7, "Cannot load batches from a int"),
+    (lambda: Dataset(), "Dataset: a data set has __len__ and __getitem__"),
     (lambda: [], "The data set (list) is empty"),
-    (lambda: TensorDataset(torch.zeros(0, 1), torch.zeros(0)), "The data set (TensorDataset) is empty"),
     (lambda: Stream(0), "Stream gave fewer samples"),
     (lambda: Batches(0), "Batches gave a rank no batch in epoch 1: give each of the 1 shards some"),
-    (lambda: Batches(8, 8), "a batch of 8 samples, and a rank's batch has 4: make batches of 4, or change"),
     (lambda: Batches(8, 2), "a batch of 2 samples, and a rank's batch has 4: make batches of 4, or change"),
     (lambda: OnePass(8), "OnePass gave a rank no batch in epoch 2"),
-    (
-        lambda: SizedBatches(0),
-        "SizedBatches has 0 samples, fewer than its shards (1): give it more, or start fewer",
-    ),
-    (lambda: Overstated(8), "Overstated gave a batch of 0 samples after 8, where 1 were due: by its length of 9,"),
+    (lambda: SizedBatches(0), "SizedBatches has 0 samples, fewer than its shards (1): give it more, or start f"),
     (lambda: Overstated(7), "Overstated gave a batch of 3 samples after 4, where 4 were due: by its length of 8,"),
     (lambda: Batches, "Cannot load batches from a type"),
     (lambda: Sized({"image": torch.zeros(1), "label": 1}, 8), "found"),
@@ -198,23 +186,17 @@ def test_inputs_may_be_mappings_that_are_no_dictionaries() -> None:
     assert (len(part["x"]), moved["x"].is_meta, len(inputs["x"])) == (2, True, 3)
 
 
-class Shifted(TensorDataset):
+class Shifted(data_checks.TensorData):
     def __getitem__(self, index: int) -> Any:
         inputs, targets = super().__getitem__(index)
         return inputs + 1000, targets
 
 
-class ShiftedData(data_checks.TensorData):
-    def __getitem__(self, index: int) -> Any:
-        inputs, targets = super().__getitem__(index)
-        return inputs + 1000, targets
-
-
-@pytest.mark.parametrize("kind", [Shifted, ShiftedData])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_subclass_reads_its_own_samples(kind: Any, workers: int, lone_backend: Backend) -> None:
+def test_a_subclass_reads_its_own_samples(workers: int, lone_backend: Backend) -> None:
     """Its tensors were taken as they are."""
-    loader = make_loader(kind(torch.zeros(4, 1), torch.zeros(4)), lone_backend, LoaderPlan(4, num_workers=workers))
+    data = Shifted(torch.zeros(4, 1), torch.zeros(4))
+    loader = make_loader(data, lone_backend, LoaderPlan(4, num_workers=workers))
     assert [inputs.unique().tolist() for inputs, _ in loader.epoch(0)] == [[1000.0]]
 
 
@@ -254,10 +236,6 @@ def as_pair(samples: list[dict[str, float]]) -> tuple[torch.Tensor, torch.Tensor
     return x, x.squeeze(1)
 
 
-def test_collate_makes_the_pair() -> None:
-    assert fit([{"x": float(i)} for i in range(5)], collate=as_pair)[0]["samples"] == 5
-
-
 @pytest.fixture
 def fork_server() -> Iterator[None]:
     """Start processes as Python does from 3.14 on."""
@@ -277,14 +255,14 @@ def fork_server() -> Iterator[None]:
 def test_what_cannot_be_sent_to_loader_processes_is_named(lone_backend: Backend) -> None:
     samples = [{"x": float(i)} for i in range(5)]
 
-    def batches(num_workers: int, collate: Any = None, data: Any = samples) -> list[Any]:
+    def batches(num_workers: int, collate: Any, data: Any = samples) -> list[Any]:
         plan = LoaderPlan(2, num_workers=num_workers)
         return list(make_loader(data, lone_backend, plan, collate=collate).epoch(0))
 
     with pytest.raises(DataError, match=r"lambda.*top of a module.*--workers 0.*set_start_method"):
         batches(1, lambda samples: as_pair(samples))
     with pytest.raises(DataError, match="cannot pickle '_thread.lock' object"):
-        batches(1, data=[threading.Lock(), threading.Lock()])
+        batches(1, None, data=[threading.Lock(), threading.Lock()])
     assert len(batches(0, lambda samples: as_pair(samples))) == len(batches(1, as_pair)) == 3
 
 

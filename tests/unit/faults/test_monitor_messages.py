@@ -66,18 +66,12 @@ def test_a_message_may_arrive_in_pieces(ends: tuple[Channel, socket.socket]) -> 
 @pytest.mark.parametrize(
     "line",
     [
-        "",
         "{}",
-        "[1]",
         "[" * 100_000,
-        "9" * 5000,
         json.dumps({"kind": "quit"}),
-        json.dumps({"kind": "stacks", "rank": "1", "text": ""}),
         json.dumps({"kind": "stacks", "rank": True, "text": ""}),
-        json.dumps({"kind": "alive", "heartbeat": {"step": "many"}}),
         json.dumps({"kind": "alive", "heartbeat": {"seconds": float("nan")}}),
         json.dumps({"kind": "rankended", "event": {"kind": "gone", "rank": 1}}),
-        json.dumps({"kind": "rankended", "event": {"kind": "raised", "rank": "1"}}),
         json.dumps({"kind": "jobended", "cause": {"rank": 1}, "exit_in_s": 1}),
     ],
 )

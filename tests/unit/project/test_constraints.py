@@ -12,11 +12,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[3]
-PINS = [
-    Requirement(line)
-    for line in (ROOT / "constraints.txt").read_text().splitlines()
-    if line and not line.startswith("#")
-]
+LINES = (ROOT / "constraints.txt").read_text().splitlines()
+PINS = [Requirement(line) for line in LINES if line and not line.startswith("#")]
 
 
 def pythons() -> list[str]:

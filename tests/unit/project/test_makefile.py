@@ -1,11 +1,10 @@
-"""`make` on a machine that lacks something."""
+"""`make` on a machine that lacks something, and CI's script."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 from install_checks import ROOT, script, tool_folder
@@ -27,12 +26,7 @@ def test_make_without_python_names_it(tmp_path: Path) -> None:
 
 
 def test_make_refuses_an_old_python(tmp_path: Path) -> None:
-    old = script(
-        tmp_path / "python3.8",
-        textwrap.dedent("""\
-            [ "$1" = -V ] && echo Python 3.8.18 && exit 0
-            exit 1"""),
-    )
+    old = script(tmp_path / "python3.8", '[ "$1" = -V ] && echo Python 3.8.18 && exit 0\nexit 1')
     message = make_refuses(tmp_path, f"PYTHON={old}")
     assert "3.10 or later is needed" in message
     assert "Python 3.8.18" in message
@@ -42,3 +36,8 @@ def test_make_without_a_compiler_names_it(tmp_path: Path) -> None:
     path = tool_folder(tmp_path / "bin", "make", "sh", "rm", "mkdir", "touch")
     message = make_refuses(tmp_path, f"PYTHON={sys.executable}", PATH=path)
     assert "apt-get install g++" in message
+
+
+def test_ci_run_refuses_an_unknown_argument() -> None:
+    done = subprocess.run([f"{ROOT}/.ci/run", "nightlly"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "ci: type .ci/run, or .ci/run nightly\n")

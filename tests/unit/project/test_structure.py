@@ -89,10 +89,7 @@ NOT_AT_THE_START = {"horovod", "torchvision", "tensorboard", "pooch", "requests"
         ("hvd_trainer.imdb", {"torch", "horovod", "tyro"}),
         ("hvd_trainer.c10d", {"horovod", "tyro"}),
         # What the tools stand on is no part of a job: it takes from measure what records it.
-        (
-            "hvd_trainer.training.trainer",
-            TOOLS_ONLY,
-        ),
+        ("hvd_trainer.training.trainer", TOOLS_ONLY),
         # What a job may need later is imported then: each of these would delay every start.
         *((f"hvd_trainer.jobs.{name}", NOT_AT_THE_START) for name in ("images", "reviews.dataset", "optimizers")),
     ],

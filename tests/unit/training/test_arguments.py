@@ -26,10 +26,7 @@ ARRAYS = torch.zeros(4, 6), torch.zeros(4)
         ({"train_data": ARRAYS}, r"train_data= is a tuple of 2 arrays: say TensorData\(inputs, targets\)"),
         ({"val_data": [np.zeros(3), np.zeros(3)]}, "val_data= is a list of 2 arrays: say TensorData"),
         ({"train_data": ARRAYS[0]}, "train_data= is a Tensor without targets: say TensorData"),
-        (
-            {"metrics": [cross_entropy]},
-            'metrics= takes functions by their names, {"accuracy": accuracy}, and not a l',
-        ),
+        ({"metrics": [cross_entropy]}, 'metrics= takes functions by their names, {"accuracy": accuracy}, and not'),
         ({"callbacks": nn.Identity()}, "callbacks= takes a list, and not an Identity"),
         ({"loss": "mse", "metrics": [1]}, "(?s)loss= takes .*metrics= takes "),
     ],
