@@ -58,16 +58,16 @@ OF_OTHERS = {
     # Slurm
     *("--array", "--cpu-bind", "--cpus-per-task", "--distribution", "--gpu-bind", "--gpus-per-task", "--gres"),
     *("--kill-on-bad-exit", "--mpi", "--ntasks", "--ntasks-per-node", "--ntasks-per-socket", "--open-mode"),
-    *("--pty", "--signal"),
+    *("--account", "--container-image", "--container-mounts", "--nodes", "--partition", "--pty", "--signal"),
     # torchrun
     *("--master-addr", "--master-port", "--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-endpoint"),
-    *("--numa-binding", "--standalone"),
+    *("--numa-binding", "--rdzv-backend", "--standalone"),
     # horovodrun
     *("--elastic-timeout", "--host-discovery-script", "--max-np", "--min-np", "--network-interfaces"),
     # Docker
     *("--build-arg", "--detach", "--device", "--ipc", "--profile", "--shm-size", "--time", "--ulimit", "--user"),
-    # py-spy, scripts for torch.distributed.launch, pytest, and a script of the reader
-    *("--pid", "--local_rank", "--cold", "--snapshot"),
+    # Apptainer, py-spy, scripts for torch.distributed.launch, pytest, and a script of the reader
+    *("--nv", "--pid", "--local_rank", "--cold", "--junitxml", "--last-failed", "--snapshot"),
 }
 
 
@@ -270,7 +270,7 @@ def test_options_in_commands_exist() -> None:
     assert not wrong
 
 
-def test_options_in_prose_exist() -> None:
+def test_options_in_prose_and_of_launchers_exist() -> None:
     known = {"--help", "--help-all", *OF_OTHERS}
     for what in (
         "hvd_trainer.mnist",
@@ -281,6 +281,7 @@ def test_options_in_prose_exist() -> None:
         "hvd_trainer compare",
         "hvd_trainer diagnose",
         "hvd_trainer parity",
+        "hvd_trainer verify-resume",
         "hvd_trainer run",
         "hvd_trainer doctor",
         "benchmarks",
@@ -289,7 +290,9 @@ def test_options_in_prose_exist() -> None:
     ):
         known |= documents.options_in(help_of(what))
     for document in documents.ALL:
-        named = set().union(*(documents.options_in(code) for code in documents.inline_code(document)))
+        typed = (command for block in documents.blocks(document) for command in block.commands())
+        code = [*documents.inline_code(document), *(command for command in typed if not NOT_RUN.search(command))]
+        named = set().union(*map(documents.options_in, code))
         assert not named - known, document
 
 
