@@ -15,14 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from combinations import case
 from launchers import SCRIPTS, SUPPORT, launch, requires, start
-
-from hvd_trainer.measure.measured import MeasuredTrial
-from hvd_trainer.measure.trials import TrialRunner
-from hvd_trainer.tools.diagnose.causes import find_causes
-from hvd_trainer.tools.diagnose.evidence import Evidence
-from hvd_trainer.tools.diagnose.profile import read_profiles
 
 JOB, SCRIPT = SUPPORT / "planted_job.py", SUPPORT / "planted_script.py"
 OF_THE_MACHINE = ("programs", "contention", "throttled", "stolen")
@@ -270,81 +263,6 @@ def test_planted_cause_is_found(planted: Planted, backend: str, tmp_path: Path) 
     if planted.planted == "slow network":
         assert result["exchange"]["bytes_per_s"] < 50e6
         assert any(action["text"].startswith("--compression fp16") for action in result["actions"])
-
-
-LOADING = """
-import multiprocessing, sys, time
-import torch
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset
-
-class Images(Dataset):
-    def __len__(self):
-        return 100_000
-
-    def __getitem__(self, index):
-        end = time.thread_time() + 0.005
-        while time.thread_time() < end: pass  # planted: decode
-        return torch.ones(4), index % 2
-
-def model_and_optimizer():
-    model = torch.nn.Linear(4, 2)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-def script(method):
-    model, optimizer = model_and_optimizer()
-    for inputs, targets in DataLoader(Images(), batch_size=8, num_workers=1, multiprocessing_context=method):
-        cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-
-def fit(options):
-    from hvd_trainer import Trainer
-    with Trainer(options) as trainer:
-        trainer.fit(*model_and_optimizer(), cross_entropy, Images())
-
-def job(method):
-    from hvd_trainer import TrainerOptions, run_job
-    multiprocessing.set_start_method(method)
-    run_job(TrainerOptions, fit)
-
-if __name__ == "__main__":
-    kind, method = sys.argv.pop(1), sys.argv.pop(1)
-    globals()[kind](method)
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "method"),
-    [
-        case("script", "forkserver"),
-        case("job", "spawn"),
-        *(case("script", method, when="long") for method in ("fork", "spawn")),
-        *(case("job", method, when="long") for method in ("fork", "forkserver")),
-    ],
-)
-def test_the_line_at_which_a_data_set_computes_is_seen_in_any_loader_process(
-    tmp_path: Path, kind: str, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was in forks only, and Python forks no loader processes from 3.14 on."""
-    file = tmp_path / "train.py"
-    file.write_text(LOADING)
-    monkeypatch.chdir(tmp_path)
-    options = ["--workers", "1", "--batch-size", "8"] if kind == "job" else []
-    trial = MeasuredTrial(
-        job=[file.name, kind, method, *options],
-        engine="single",
-        ranks=1,
-        steps=60,
-        record={"sample_stacks": True},
-    )
-    run = TrialRunner(tmp_path / "out").run(trial, keep=tmp_path / "log")
-    assert run.state == "done", run.note
-    causes = find_causes(Evidence(profiles=read_profiles(tmp_path / "log", 1), cores=2))
-    (cause,) = [cause for cause in causes if cause.kind.startswith("data")]
-    assert (cause.kind, cause.line and cause.line.frame.place) == (
-        "data computes",
-        f"train.py:{line_of('decode', file)}",
-    )
 
 
 SWITCHES = (
