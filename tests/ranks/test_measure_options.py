@@ -71,13 +71,15 @@ def test_unknown_figures_are_refused(tmp_path: Path) -> None:
     assert f"--keep-best min:val_mae: this job has no val_mae, but {known}" in result.stderr
 
 
-def measured(log: Path, words: Sequence[str], *, ranks: int = 2, backend: str = "ddp", **message: Any) -> str:
+def measured(
+    log: Path, words: Sequence[str], *, ranks: int = 2, backend: str = "ddp", by_run: bool = True, **message: Any
+) -> str:
     """Run a job as the tools do, with recordings in `log`; return what it printed."""
     log.mkdir(exist_ok=True)
     variables = Message(log_dir=str(log), engine=backend, **message).variables()
     # Ranks of the quickest launcher have the engines of a Trainer, and not those of `run`, when they begin.
     launcher = "torchrun" if words[0].startswith(str(SCRIPTS)) else QUICKEST
-    run = ["-m", "hvd_trainer", "run", "--backend", backend, "--"]
+    run = ["-m", "hvd_trainer", "run", "--backend", backend, "--"] if by_run else []
     return launch(launcher, ranks, [*run, *words], env=variables, cwd=log).stdout
 
 
@@ -147,9 +149,9 @@ HVD, C10D = (str(SCRIPTS / f"{name}.py") for name in ("horovod_mnist", "torch_dd
     ],
 )
 def test_without_the_exchange_ranks_train_apart(tmp_path: Path, job: tuple[str, ...], backend: str) -> None:
-    """A job on the Trainer and a script, by one switch; in stages, replicas of the model do."""
+    """A script, and a job on the Trainer without `run`, by one switch; in stages, replicas of the model do."""
     ranks = 4 if "--stages" in job else 3
-    measured(tmp_path, job, backend=backend, ranks=ranks, exchange=False)
+    measured(tmp_path, job, backend=backend, ranks=ranks, by_run=job[0] != "-m", exchange=False)
     found = [steps_of(tmp_path, rank) for rank in range(ranks)]
     assert len({str(each["weights"]) for each in found}) == ranks
     assert len({len(each["step"]) for each in found}) == 1

@@ -347,11 +347,6 @@ CASES = {
         rank=0,
         known={"is_trainer_job": False},
     ),
-    "more work": Case(
-        (make_rank(COMPUTE, reduce_for(20)), make_rank(COMPUTE._replace(ms=30), elements=300)),
-        *("more work", 20, "give all ranks the same: rank 1 has 3 times the elements"),
-        rank=1,
-    ),
     "a slower rank": Case(
         (make_rank(COMPUTE, reduce_for(20)), make_rank(COMPUTE._replace(ms=30))),
         *("slow rank", 20, "look at rank 1's machine", "batches of the same size; its CPU time is 30.0 ms", 1),
