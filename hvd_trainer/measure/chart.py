@@ -91,13 +91,6 @@ def as_element(figure: Figure, values: Iterable[Value] = ()) -> str:
     return text[text.index("<svg") :].replace("</svg>", "".join(places) + "</svg>")
 
 
-def add_legend(figure: Figure, names: Iterable[str]) -> None:
-    """Add a legend beneath the chart, of the lines in it, by these names."""
-    # As labels, names that begin with `_` would be left out.
-    handles, _ = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, list(names), loc="outside lower left", frameon=False)
-
-
 def draw_lines(
     title: str,
     text: str,
@@ -107,14 +100,12 @@ def draw_lines(
     up: str = "",
     styles: Mapping[str, Style] = MappingProxyType({}),
     marks: Sequence[tuple[float, str]] = (),
-    log: bool = False,
 ) -> list[Picture]:
     """Return a chart of lines by their names; nothing without points, or with more lines than colours.
 
     Args:
         styles: by the names of lines; without any, each has a colour of its own.
         marks: places across, with what happened there; the first of several at one place is named.
-        log: whether the axis upwards is logarithmic.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -149,11 +140,10 @@ def draw_lines(
         axes.set(xlabel=across, ylabel=up)
         if all(isinstance(x, int) for points in lines.values() for x, _ in points):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if log:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:.0e}")
         if len(lines) > 1:
-            add_legend(figure, lines)
+            # As labels, names that begin with `_` would be left out.
+            handles, _ = axes.get_legend_handles_labels()
+            figure.legend(handles, list(lines), loc="outside lower left", frameon=False)
         top = axes.get_ylim()[1]
         values += [Value(axes, place, top, f"{mark}, {across} {place:.4g}") for place, mark in marks]
         return [Picture(title, text, as_element(figure, values))]

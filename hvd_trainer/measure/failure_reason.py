@@ -28,7 +28,7 @@ TRACEBACK = "Traceback (most recent call last):"
 def why_it_failed(place: Path, code: int) -> str:
     """Return in one line why a run failed: in the words of the failed rank, or else of the launcher."""
     if code == 0:
-        return why_no_figures(place, place / "log")
+        return why_no_figures(place)
     with suppress(OSError, ValueError, KeyError, TypeError):
         if reason := _reason(str(json.loads((place / "error.json").read_text())["message"]["message"])):
             return reason
@@ -59,27 +59,22 @@ def _last_exception(printed: str) -> str:
     return min(last, default=(False, 0, ""))[2]
 
 
-def why_no_figures(place: Path, log: Path) -> str:
+def why_no_figures(place: Path) -> str:
     """Return why a run in `place` that came to its end has no figures."""
     with suppress(OSError, ValueError, KeyError):
-        counts = sorted({len(rank["step"]) for rank in read_steps(log)})
+        counts = sorted({len(rank["step"]) for rank in read_steps(place / "log")})
         if len(counts) > 1:
             return (
                 f"ranks took {' and '.join(map(str, counts))} steps: give each as many batches, such as by "
                 f"DataLoader(..., sampler=DistributedSampler(dataset))"
             )
-    return "it took no optimizer step that counts" + why_no_step(place, log)
-
-
-def why_no_step(place: Path, log: Path) -> str:
-    """Return why a run in `place` has taken no step, such as that it has loaded a checkpoint; empty if unknown."""
-    loaded, seen = place / LOADED, log / NO_STEPS
+    text, loaded, seen = "it took no optimizer step that counts", place / LOADED, place / "log" / NO_STEPS
     if not loaded.exists():
-        return f": {seen.read_text()}" if seen.exists() else ""
+        return text + (f": {seen.read_text()}" if seen.exists() else "")
     names = ", ".join(dict.fromkeys(Path(line).name for line in loaded.read_text().splitlines()))
     return (
-        f". Your script resumed from a checkpoint ({names}): write {FOLDER} where it is told its place, so that "
-        f"each run has an empty folder for it; or let it train longer, or move the checkpoint away"
+        f"{text}. Your script resumed from a checkpoint ({names}): write {FOLDER} where it is told its place, so "
+        f"that each run has an empty folder for it; or let it train longer, or move the checkpoint away"
     )
 
 

@@ -172,7 +172,6 @@ def speed(ranks: Sequence[Steps], samples: Any, warmup_steps: int) -> dict[str, 
         **times(seconds),
         "step_p50_s": float(np.percentile(steps, 50)),
         "step_p95_s": float(np.percentile(steps, 95)),
-        "counted_steps": len(steps),
         # The middle half of the steps leaves out what happens now and then, such as other programs' time slices.
         "typical": times(seconds[:, (low <= steps) & (steps <= high)]),
     }

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.utils.text import install_extra
@@ -29,17 +29,12 @@ def percent(fraction: float) -> str:
 
 
 def to_json(value: Any) -> str:
-    """Return a report as JSON; NaN, infinities and values of other types, which it does not have, become text."""
+    """Return a report as JSON; NaN and infinities become null, and values of types that it does not have text."""
 
     def plain(part: Any) -> Any:
-        if isinstance(part, Mapping):
-            return {key: plain(value) for key, value in part.items()}
-        if isinstance(part, list | tuple):
-            return [plain(value) for value in part]
-        known = part is None or isinstance(part, str | int) or (isinstance(part, float) and math.isfinite(part))
-        return part if known else str(part)
+        return dict(part) if isinstance(part, Mapping) else float(part) if isinstance(part, float) else str(part)
 
-    return json.dumps(plain(value), indent=1) + "\n"
+    return msgspec.json.format(msgspec.json.encode(value, enc_hook=plain), indent=1).decode() + "\n"
 
 
 def check_installed(*names: str) -> None:

@@ -1,15 +1,16 @@
-"""Leave the exchange of gradients out of a script that runs on an engine of this package.
+"""Leave the exchange of gradients out of a job on the Trainer, or of a script on an engine of this package.
 
 DistributedDataParallel          as under its no_sync()
 horovod.torch, hvd_trainer.hvd   the optimizer's hooks and `synchronize` do nothing; so do allreduce and
                                  allreduce_ of a gradient
 torch.distributed.all_reduce     of a gradient does nothing
+the Trainer                      its engine connects no exchange, as for `--reproducible`
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -19,30 +20,30 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from hvd_trainer.backends import Backend
 from hvd_trainer.errors import OptionError
 from hvd_trainer.utils.import_hooks import ImportHooks, wrap
 from hvd_trainer.utils.tensors import parameters_of
 
 
-def leave_out_exchange() -> ExitStack:
-    """Leave the exchange out of whatever this process runs from now on; return what takes that back on `close`."""
-    undo = ExitStack()
+@cache
+def leave_out_exchange() -> None:
+    """Leave the exchange out of whatever this process trains from now on."""
     # As within its no_sync(); each model sets an attribute of this name.
     ignored: Any = property(lambda model: False, lambda model, value: None)
     DistributedDataParallel.require_backward_grad_sync = ignored
-    undo.callback(delattr, DistributedDataParallel, "require_backward_grad_sync")
     gradients = _Gradients()
-    wrap("all_reduce", gradients.skip_in_torch, torch.distributed, undo)
+    wrap("all_reduce", gradients.skip_in_torch, torch.distributed)
+    for name in ("prepare", "prepare_stage"):
+        wrap(name, lambda prepare, *args, **kwargs: prepare(*args, **kwargs | {"exchange": False}), Backend)
     after: dict[str, Callable[[ModuleType], None]] = {
         "horovod.torch.optimizer": _stop_horovod,
         "hvd_trainer.hvd.optimizer": _stop_hvd,
         "horovod.torch": gradients.skip_in_horovod,
         "hvd_trainer.hvd": gradients.skip_in_horovod,
+        "hvd_trainer.optim.step": _weigh_alone,
     }
-    hooks = ImportHooks(aliases={}, absent={}, after=after)
-    hooks.install()
-    undo.callback(hooks.uninstall)
-    return undo
+    ImportHooks(aliases={}, absent={}, after=after).install()
 
 
 class _Done:
@@ -99,6 +100,11 @@ def _stop_hvd(module: ModuleType) -> None:
     wrap("complete", _nothing, module._GradientReducer)
     wrap("finish", lambda _, reducer: reducer.reset(), module._GradientReducer)
     wrap("__init__", _refuse, module._AdasumOptimizer)
+
+
+def _weigh_alone(module: ModuleType) -> None:
+    """Divide a step's gradients by this rank's own weight."""
+    wrap("mean_weight", lambda _, step, weights: weights.sum(), module.TrainStep)
 
 
 def _nothing(*_: Any) -> None: ...

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -32,11 +31,11 @@ def measure_script(message: Message) -> None:
         listeners.append(AfterSteps(1, partial(_seed, world.rank)))
     if message.max_steps is not None:
         listeners.append(AfterSteps(message.max_steps, sys.exit))
-    # First, so that what is left of it is seen.
-    undo = ExitStack() if message.exchange else leave_out_exchange()
+    if not message.exchange:  # first, so that what is left of it is seen
+        leave_out_exchange()
     events = ScriptEvents(log, *listeners)
     events.install()
-    after = {"hvd_trainer.training.trainer": partial(_leave_to_trainer, events, undo)}
+    after = {"hvd_trainer.training.trainer": partial(_leave_to_trainer, events)}
     ImportHooks(aliases={}, absent={}, after=after).install()
 
 
@@ -47,12 +46,11 @@ def _seed(rank: int) -> None:
     torch.manual_seed(rank)
 
 
-def _leave_to_trainer(events: ScriptEvents, undo: ExitStack, module: ModuleType) -> None:
-    """Stop to listen when a `Trainer` is made, and leave nothing out: it obeys the message itself."""
+def _leave_to_trainer(events: ScriptEvents, module: ModuleType) -> None:
+    """Stop to listen when a `Trainer` is made: it obeys the message itself."""
 
     def init(original: Any, *args: Any, **kwargs: Any) -> None:
         events.uninstall()
-        undo.close()
         original(*args, **kwargs)
 
     wrap("__init__", init, module.Trainer)

@@ -13,6 +13,7 @@ Procedure", Scandinavian Journal of Statistics 6, 1979).
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -114,27 +115,26 @@ def ratios(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, least: f
         Ratio(math.exp(values.mean()), None, None, len(values), each=tuple(np.exp(values).tolist()), least=least)
         for values in logs
     ]
-    judged = [place for place, values in enumerate(logs) if len(values) >= MIN_ROUNDS]
-    left = len(judged)
-    for place in sorted(judged, key=lambda place: _p_value(logs[place])):
+    tests = {place: t_test(values) for place, values in enumerate(logs) if len(values) >= MIN_ROUNDS}
+    left = len(tests)
+    # Rounds that are all equal have no p-value.
+    for place, test in sorted(tests.items(), key=lambda item: np.nan_to_num(item[1].pvalue, nan=1.0)):
         error = ERROR / left
-        mean, half = mean_and_half_width(logs[place], error)
-        low, high = math.exp(mean - half), math.exp(mean + half)
-        results[place] = replace(results[place], low=low, high=high, level=1 - error)
+        bounds = test.confidence_interval(1 - error)
+        results[place] = replace(
+            results[place], low=math.exp(bounds.low), high=math.exp(bounds.high), level=1 - error
+        )
         left -= results[place].is_clear
     return results
 
 
-def mean_and_half_width(logs: Any, error: float = ERROR) -> tuple[Any, Any]:
-    """Return the mean of each series and the half width of the interval around it.
+def t_test(logs: Any) -> Any:
+    """Return Student's t test of the mean of each series, of shape (..., rounds), with its interval."""
+    from scipy.stats import ttest_1samp
 
-    Args:
-        logs: an array of shape (..., rounds).
-        error: the probability that the true mean is outside.
-    """
-    rounds = logs.shape[-1]
-    quantile = t_quantile(1 - error / 2, rounds - 1)
-    return logs.mean(axis=-1), quantile * logs.std(axis=-1, ddof=1) / math.sqrt(rounds)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of rounds that are all equal
+        return ttest_1samp(logs, 0.0, axis=-1)
 
 
 def pool(series: Sequence[Sequence[float]]) -> tuple[float, int]:
@@ -145,14 +145,6 @@ def pool(series: Sequence[Sequence[float]]) -> tuple[float, int]:
     squares = sum((value - fmean(values)) ** 2 for values in series for value in values)
     freedom = sum(max(len(values) - 1, 0) for values in series)
     return math.sqrt(squares / freedom) if freedom else math.inf, freedom
-
-
-def _p_value(logs: Any) -> float:
-    """Return the probability of logarithms as far from 0 as these, if their true mean is 0."""
-    from scipy.stats import t
-
-    mean, error = logs.mean(), logs.std(ddof=1) / math.sqrt(len(logs))
-    return float(2 * t.sf(abs(mean) / error, len(logs) - 1)) if error > 0 else float(mean == 0)
 
 
 @cache

@@ -41,6 +41,10 @@ def as_asked(options: TrainerOptions, environ: MutableMapping[str, str]) -> Trai
     is_typed = any(word.partition("=")[0] == "--backend" for word in sys.argv)
     if message is not None:
         options = obey(message, options)
+        if not message.exchange:
+            from hvd_trainer.measure.leave_out import leave_out_exchange  # with torch
+
+            leave_out_exchange()
     elif engine is not None and not is_typed:
         options = with_values(options, {"backend": engine})
     return with_values(options, {"backend": choose_engine(options.engine.backend, environ)})

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.failure_reason import why_it_failed
 from hvd_trainer.measure.own_files import describe_outside, in_own_folder, read_by, written_outside
 from hvd_trainer.measure.stale import digests_of_read, has_changed
-from hvd_trainer.measure.start import Start, run_to_end
+from hvd_trainer.measure.start import Start, launched, run_to_end
 from hvd_trainer.measure.tool_folder import clear, make_inner, mark_inner, remove_inner, running
 from hvd_trainer.utils.files import open_regular
 
@@ -233,28 +234,50 @@ class TrialRunner:
             print(f"{count}/{len(plan)}  round {number}, {trial.label}: {said}{left}", flush=True)
             yield trial, run
 
-    def run(self, trial: Trial, round_: int = 1, *, keep: Path | None = None) -> RunRecord:
+    def run(
+        self,
+        trial: Trial,
+        round_: int = 1,
+        *,
+        keep: Path | None = None,
+        place: Path | None = None,
+        disturb: Callable[[subprocess.Popen[bytes]], Mapping[str, Any]] | None = None,
+    ) -> RunRecord:
         """Run a trial as a user would start it, end all its processes, record it, and return the record.
 
-        It has a working folder of its own. A run that is done in the folder is taken from there.
+        A run that is done in the folder is taken from there.
 
         Args:
             round_: counted from 1.
             keep: where the run's log folder is moved, however the run ends.
+            place: a folder inside the tool's, where the run finds what earlier ones have saved; None: it has a
+                working folder of its own.
+            disturb: takes the launcher's process, waits for the run's end, and returns the figures of a run that
+                it has killed; none of one that has ended by itself.
         """
         if self.is_done(trial.identity, round_):
             return self.last[key_of(trial.identity), round_]
         clear(self.folder)
-        place = make_inner(running(self.folder))
+        place = make_inner(place or running(self.folder))
         limit, option = self._limit_s, self._limit_option
         if self.left_s < limit:
             limit, option = max(self.left_s, 1.0), "--budget-s"
         began_at, began, log = time.time(), time.monotonic(), place / "log"
+        shutil.rmtree(log, ignore_errors=True)  # of an earlier run in this place
+        for name in ("output", "error.json"):
+            (place / name).unlink(missing_ok=True)
+        killed: Mapping[str, Any] = {}
         try:
-            start, warn = in_own_folder(trial.start(log), place), partial(self._warn_of_outside, place)
-            code = run_to_end(start, self.folder, place / "output", limit_s=limit, meanwhile=warn)
+            start, output = in_own_folder(trial.start(log), place), place / "output"
+            warn = partial(self._warn_of_outside, place)
+            if disturb is None:
+                code = run_to_end(start, self.folder, output, limit_s=limit, meanwhile=warn)
+            else:
+                with launched(start, self.folder, output) as process:
+                    killed, code = disturb(process), process.poll()
+                warn()
             seconds = round(time.monotonic() - began, 2)
-            figures = trial.read(log) if code == 0 else None
+            figures = trial.read(log) if code == 0 and not killed else None
         finally:
             if keep is not None and log.exists():
                 remove_inner(keep)
@@ -262,7 +285,9 @@ class TrialRunner:
                 log.rename(keep)
         state: Literal["done", "failed", "killed"] = "done"
         note = ""
-        if code is None:
+        if killed:
+            state = "killed"
+        elif code is None:
             state, note = "killed", f"had not ended after {limit:g} s ({option})"
         elif code < 0:
             state, note = "killed", f"killed by signal {-code}"
@@ -274,8 +299,8 @@ class TrialRunner:
             state,
             seconds,
             note,
-            figures or {},
-            output="" if state == "done" else self._keep_output(),
+            killed or figures or {},
+            output="" if killed or state == "done" else self._keep_output(place),
             began_at=began_at,
             go=self._go,
             warnings=tuple(self.warnings),
@@ -291,13 +316,13 @@ class TrialRunner:
         for path in written_outside(place):
             self.warn(describe_outside(path))
 
-    def _keep_output(self) -> str:
+    def _keep_output(self, place: Path) -> str:
         """Copy what the present run has printed to the folder of failed runs; return the file's relative path."""
         records = self.folder / RUNS
         number = len(records.read_bytes().splitlines()) if records.exists() else 0
         kept = Path("failed", f"{number + 1}.txt")
         make_inner((self.folder / kept).parent)
-        shutil.copy(running(self.folder) / "output", self.folder / kept)
+        shutil.copy(place / "output", self.folder / kept)
         return str(kept)
 
     def _time_left(self, keys: Sequence[str]) -> str:

@@ -106,8 +106,6 @@ class StepParts(EvaluationStep):
     """clip the averaged gradient's norm to this"""
     needs_norm: bool = False
     """return the gradient's norm with each step, also where nothing is clipped"""
-    exchange: bool = True
-    """whether replicas average their gradients"""
 
 
 class TrainStep(StepParts):
@@ -181,7 +179,7 @@ class TrainStep(StepParts):
             weights: those of this rank's passes.
         """
         whole, replicas = weights.sum(), len(self.backend.replica_group)
-        if replicas > 1 and self.exchange:
+        if replicas > 1:
             whole = self.backend.collectives.all_reduce(whole, replicas=True) / replicas
         return whole
 

@@ -39,9 +39,6 @@ K = TypeVar("K")
 class ModelPlacement:
     """The distribution of one training over ranks and devices: here a whole replica on each rank.
 
-    Args:
-        exchange: whether replicas average their gradients.
-
     Attributes:
         shard: this rank's shard of the data.
         seeds_itself: whether each step seeds its own random numbers.
@@ -50,11 +47,9 @@ class ModelPlacement:
         is_sharded: whether ranks have different parts of model or optimizer, and save what they have.
     """
 
-    def __init__(
-        self, backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
-    ) -> None:
+    def __init__(self, backend: Backend, options: ParallelOptions, train: TrainOptions) -> None:
         self._backend, self._options, self._train = backend, options, train
-        self._exchange = exchange and train.reproducible is None
+        self._exchange = train.reproducible is None
         self._sharded_optimizer: ShardedOptimizer | None = None
         self._fsdp: FSDPShards | None = None
         self.shard = DataShard(backend.world.rank, backend.world.size)

@@ -37,10 +37,8 @@ _BLOCK_TIMES_S: WeakKeyDictionary[nn.Module, list[float]] = WeakKeyDictionary()
 class StagePlacement(ModelPlacement):
     """Train a replica in stages on several ranks, or on one rank in micro-batches."""
 
-    def __init__(
-        self, backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
-    ) -> None:
-        super().__init__(backend, options, train, exchange=exchange)
+    def __init__(self, backend: Backend, options: ParallelOptions, train: TrainOptions) -> None:
+        super().__init__(backend, options, train)
         self.grid = make_grid([peer.node for peer in backend.session.peers], options.stages)
         self.place = self.grid.place(backend.world.rank)
         self.shard = DataShard(self.place.replica, self.grid.num_replicas)
@@ -209,11 +207,9 @@ class StagePlacement(ModelPlacement):
         self._group = self._pipeline = None
 
 
-def make_placement(
-    backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
-) -> ModelPlacement:
+def make_placement(backend: Backend, options: ParallelOptions, train: TrainOptions) -> ModelPlacement:
     """Return how this job's ranks share model and data; arguments and errors as of `ModelPlacement`."""
-    return (StagePlacement if options.is_staged else ModelPlacement)(backend, options, train, exchange=exchange)
+    return (StagePlacement if options.is_staged else ModelPlacement)(backend, options, train)
 
 
 def refuse_batch_norm(model: nn.Module, chunks: int) -> None:

@@ -106,7 +106,7 @@ class TrainingRun(RunView):
         self.model, self.loss, self.metrics = inputs.model, inputs.loss, inputs.metrics
         # What the exchange, the comparison of ranks and checkpoints are about.
         self.trained = with_loss(inputs.model, inputs.loss)
-        # A tool may want it left out, to see what it costs.
+        # A tool may want the exchange left out (`measure/leave_out.py`), to see what it costs.
         self.exchanges = message is None or message.exchange
         self.stop_condition = StopCondition.parse(options.train.until)
         splits = ("train",) if inputs.val_data is None else ("train", "val")
@@ -120,7 +120,7 @@ class TrainingRun(RunView):
         figures = [f"{split}_{name}" for split in splits for name in ("loss", *inputs.metrics)]
         refuse(self._mistakes(inputs, figures))
         with ExitStack() as resources:  # closes what is open if a later part cannot be built
-            self.placement = make_placement(backend, options.parallel, options.train, exchange=self.exchanges)
+            self.placement = make_placement(backend, options.parallel, options.train)
             resources.callback(self.placement.close)
             # Trackers neither end a training nor change its data.
             self.has_callbacks = any(not isinstance(callback, Tracker) for callback in inputs.callbacks)
@@ -224,7 +224,6 @@ class TrainingRun(RunView):
             precision=train.precision,
             needs_norm=any(callback.needs_norm for callback in self.callbacks),
             weight=inputs.weight,
-            exchange=self.exchanges,
         )
         if train.reproducible is None:
             return self.placement.make_step(parts)

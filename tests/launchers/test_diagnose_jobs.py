@@ -15,14 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from combinations import case
 from launchers import SCRIPTS, SUPPORT, launch, requires, start
-
-from hvd_trainer.measure.measured import MeasuredTrial
-from hvd_trainer.measure.trials import TrialRunner
-from hvd_trainer.tools.diagnose.causes import find_causes
-from hvd_trainer.tools.diagnose.evidence import Evidence
-from hvd_trainer.tools.diagnose.profile import read_profiles
 
 JOB, SCRIPT = SUPPORT / "planted_job.py", SUPPORT / "planted_script.py"
 OF_THE_MACHINE = ("programs", "contention", "throttled", "stolen")
@@ -77,17 +70,13 @@ PLANTED = (
     Planted("other programs", "programs", "end the other programs", line=False),
     Planted("disk", "data waits", "--workers"),
     Planted("worker decode", "data computes", "cheaper", ("--batch-size", "32", "--workers", "1")),
-    Planted("page faults", "data waits", "--workers"),
     Planted("forward", "model", "the model waits there in each forward pass"),
     Planted("loss", "loss", "by operations on whole tensors", LARGE),
     Planted("backward", "backward", "it runs in each backward pass"),
     Planted("metric", "metric", "compute this metric less often"),
-    Planted("computing callback", "callback", "do this every few steps only"),
-    Planted("callback of one rank", "lone", "only rank 1 does this", rank=1),
     Planted("rank 0 evaluates", "lone", "only rank 0 does this", rank=0),
     Planted("collective", "collective", "send them as one tensor, not 10 a step"),
     Planted("callback hiccups", "hiccups", "do it less often"),
-    Planted("data hiccups", "hiccups", "do it less often"),
     Planted("one rank has more", "more work", "give all ranks the same", rank=1, line=False),
     Planted("slow rank", "slow rank", "look at rank 1's machine", LARGE, rank=1, line=False),
     Planted("overhead", "overhead", "--batch-size", ("--batch-size", "4"), line=False, budget=170),
@@ -103,10 +92,8 @@ PLANTED = (
     Planted("logging", "script", "do this every few steps only", script=SCRIPT.name),
     Planted("update", "update", "update all parameters at once", script=SCRIPT.name),
     Planted("disk", "data waits", "num_workers=", script=SCRIPT.name),
-    Planted("decode", "data computes", "cheaper, or store its results", script=SCRIPT.name),
     Planted("two slow workers", "data waits", "num_workers=8", script=SCRIPT.name, budget=45),
     Planted("slow decode", "data computes", "cheaper, or store its results", script=SCRIPT.name, budget=45),
-    Planted("one rank", "lone", "only rank 1 does this", rank=1, script=SCRIPT.name),
     Planted("rank 0 evaluates", "lone", "only rank 0 does this", rank=0, script=SCRIPT.name),
     Planted("per parameter", "collective", "send them as one tensor, not 44 a step", script=SCRIPT.name),
     Planted(
@@ -270,81 +257,6 @@ def test_planted_cause_is_found(planted: Planted, backend: str, tmp_path: Path) 
     if planted.planted == "slow network":
         assert result["exchange"]["bytes_per_s"] < 50e6
         assert any(action["text"].startswith("--compression fp16") for action in result["actions"])
-
-
-LOADING = """
-import multiprocessing, sys, time
-import torch
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset
-
-class Images(Dataset):
-    def __len__(self):
-        return 100_000
-
-    def __getitem__(self, index):
-        end = time.thread_time() + 0.005
-        while time.thread_time() < end: pass  # planted: decode
-        return torch.ones(4), index % 2
-
-def model_and_optimizer():
-    model = torch.nn.Linear(4, 2)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-def script(method):
-    model, optimizer = model_and_optimizer()
-    for inputs, targets in DataLoader(Images(), batch_size=8, num_workers=1, multiprocessing_context=method):
-        cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-
-def fit(options):
-    from hvd_trainer import Trainer
-    with Trainer(options) as trainer:
-        trainer.fit(*model_and_optimizer(), cross_entropy, Images())
-
-def job(method):
-    from hvd_trainer import TrainerOptions, run_job
-    multiprocessing.set_start_method(method)
-    run_job(TrainerOptions, fit)
-
-if __name__ == "__main__":
-    kind, method = sys.argv.pop(1), sys.argv.pop(1)
-    globals()[kind](method)
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "method"),
-    [
-        case("script", "forkserver"),
-        case("job", "spawn"),
-        *(case("script", method, when="long") for method in ("fork", "spawn")),
-        *(case("job", method, when="long") for method in ("fork", "forkserver")),
-    ],
-)
-def test_the_line_at_which_a_data_set_computes_is_seen_in_any_loader_process(
-    tmp_path: Path, kind: str, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was in forks only, and Python forks no loader processes from 3.14 on."""
-    file = tmp_path / "train.py"
-    file.write_text(LOADING)
-    monkeypatch.chdir(tmp_path)
-    options = ["--workers", "1", "--batch-size", "8"] if kind == "job" else []
-    trial = MeasuredTrial(
-        job=[file.name, kind, method, *options],
-        engine="single",
-        ranks=1,
-        steps=60,
-        record={"sample_stacks": True},
-    )
-    run = TrialRunner(tmp_path / "out").run(trial, keep=tmp_path / "log")
-    assert run.state == "done", run.note
-    causes = find_causes(Evidence(profiles=read_profiles(tmp_path / "log", 1), cores=2))
-    (cause,) = [cause for cause in causes if cause.kind.startswith("data")]
-    assert (cause.kind, cause.line and cause.line.frame.place) == (
-        "data computes",
-        f"train.py:{line_of('decode', file)}",
-    )
 
 
 SWITCHES = (

@@ -12,10 +12,7 @@ import numpy as np
 import pytest
 import torch
 from accelerator_stand_in import StandIn
-from combinations import case
-from launchers import SCRIPTS
 
-from hvd_trainer.measure.figures import read_steps
 from hvd_trainer.measure.listener import End, Step
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.message import Message
@@ -114,28 +111,3 @@ def test_probe_records_steps_and_samples_of_a_script(tmp_path: Path, max_steps: 
         parts = dict(zip(PHASES, found["seconds"][1:].mean(axis=0), strict=True))
         assert parts["forward"] > 0.01 > parts["backward"] > 0
         assert min(parts["data"], parts["step"]) > 0
-
-
-@pytest.mark.parametrize(
-    ("name", "engine"),
-    [
-        case("horovod_mnist.py", "ddp", when="long"),
-        case("torch_ddp.py", "horovod"),
-        case("horovod_mnist.py", "horovod", when="long"),
-        case("torch_ddp.py", "ddp", when="long"),
-    ],
-)
-def test_exchange_is_left_out_of_a_script(tmp_path: Path, name: str, engine: str) -> None:
-    """Without it, ranks that have other samples come to other weights, in as many steps as before."""
-    for exchange in (True, False):
-        log = tmp_path / f"log-{exchange}"
-        job = (str(SCRIPTS / name), "--epochs", "1")
-        trial = MeasuredTrial(job=job, engine=engine, ranks=2, warmup_steps=2, exchange=exchange)
-        start = trial.start(log)
-        subprocess.run(start.command, env={**os.environ, **start.variables}, check=True, timeout=120)
-        weights = [str(rank["weights"]) for rank in read_steps(log)]
-        assert len(set(weights)) == (1 if exchange else 2)
-        figures = trial.read(log)
-        assert figures is not None
-        assert figures["work"]["steps"] == 16
-        assert figures["work"]["samples"] == 512

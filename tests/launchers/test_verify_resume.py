@@ -16,10 +16,13 @@ from compared import RAN
 from launchers import SCRIPTS, launch, start
 from waiting import wait_for
 
-from hvd_trainer.errors import LaunchError, OptionError
+from hvd_trainer.errors import LaunchError
 from hvd_trainer.measure.start import Start
-from hvd_trainer.tools.verify_resume import cli as verify_resume
-from hvd_trainer.tools.verify_resume.cli import Campaign, Finished, Killed, Script, verify
+from hvd_trainer.measure.tool_folder import locked_folder
+from hvd_trainer.measure.trials import RunRecord, TrialRunner
+from hvd_trainer.tools.verify_resume.cli import ResumedTrial, verify
+from hvd_trainer.tools.verify_resume.kills import Killed
+from hvd_trainer.tools.verify_resume.report import Campaign
 
 SCRIPT = str(SCRIPTS / "torch_ddp.py")
 SAME = "the final weights are the same, to the last bit."
@@ -118,16 +121,27 @@ def test_a_kill_inside_a_save_shows_a_torn_one(
     assert result.returncode == code
 
 
-@pytest.mark.parametrize(("last", "badge"), [(("a", "b"), "NOTHING LOST"), (("b", "a"), "OTHER WEIGHTS")])
+def ended(steps: int, weights: str) -> RunRecord:
+    """Return the record of a start that has come to its end, with these weights on its ranks."""
+    figures = {"work": {"steps": steps}, "step_s": 0.1, "first_step_at": 1.0, "weights": [*weights]}
+    return RunRecord({}, 1, "done", 1.0, figures=figures)
+
+
+def killed(*fields: Any) -> RunRecord:
+    return RunRecord({}, 1, "killed", 1.0, figures=Killed(*fields)._asdict())
+
+
+TRIAL = ResumedTrial(job=[SCRIPT], engine="ddp", ranks=2)
+
+
+@pytest.mark.parametrize(("last", "badge"), [("ab", "NOTHING LOST"), ("ba", "OTHER WEIGHTS")])
 def test_ranks_with_weights_of_their_own_are_compared_one_by_one(
-    last: tuple[str, str], badge: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    last: str, badge: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Such weights were not those of the undisturbed run, although each rank had the same in both."""
-    ends = iter([Finished(20, 0.1, ("a", "b"), 1.0), Finished(9, 0.1, last, 1.0)])
-    monkeypatch.setattr(Script, "finish", lambda *_: next(ends))
-    monkeypatch.setattr(Script, "kill", lambda *_: Killed("rank 1", 5, 1.0, 0, "last.pt"))
-    campaign = verify(Script([SCRIPT], "ddp", 2), kills=1, draw=random.Random(0), folder=tmp_path)
-    report = campaign.report(RAN)
+    runs = iter([ended(20, "ab"), killed("rank 1", 5, 1.0, 0, "last.pt"), ended(9, last)])
+    monkeypatch.setattr(TrialRunner, "run", lambda *_, **__: next(runs))
+    report = verify(TRIAL, TrialRunner(tmp_path), kills=1, draw=random.Random(0)).report(RAN)
     assert report.answer.badge == badge
     assert report.warnings[0].startswith("in the undisturbed run, too, ranks end with other weights")
 
@@ -137,30 +151,19 @@ def test_a_job_that_has_no_step_left_is_not_told_to_have_failed(
     code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Ranks that notice late that their launcher is killed make all steps: "did not run again" was said."""
-    starts = iter([Killed("the launcher", 5, 1.0, 0)])
-    kill, ending = Script.kill, Start([sys.executable, "-c", f"raise SystemExit({code})"])
+    ending = Start([sys.executable, "-c", f"raise SystemExit({code})"])
+    runs, run = iter([ended(60, "aa"), killed("the launcher", 5, 1.0, 0)]), TrialRunner.run
 
-    def second(script: Script, place: Path, *more: Any) -> Killed:
-        return next(starts, None) or kill(script, place, *more)
+    def start(runner: TrialRunner, trial: Any, number: int, **how: Any) -> RunRecord:
+        record = next(runs, None) or run(runner, trial, number, **how)
+        return runner.last.setdefault((trial.key, number), record)
 
-    def start_ending(script: Script, place: Path, *_: int) -> Start:
-        place.mkdir(parents=True)
-        return ending
-
-    monkeypatch.setattr(Script, "finish", lambda *_: Finished(60, 0.1, ("a", "a", "a"), 1.0))
-    monkeypatch.setattr(Script, "start", start_ending)
-    monkeypatch.setattr(Script, "kill", second)
-    with pytest.raises(LaunchError, match="let it train longer") if code == 0 else nullcontext():
-        campaign = verify(Script([SCRIPT], "ddp", 3), kills=2, draw=random.Random(0), folder=tmp_path)
-        assert campaign.failure == "exit code 1"
-
-
-def test_out_is_tried_before_the_first_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A folder that could not be written to was told after all kills, and the page was lost."""
-    monkeypatch.setattr(verify_resume, "verify", lambda *_, **__: pytest.fail("it has begun"))
-    (tmp_path / "file").touch()
-    with pytest.raises(OptionError, match="cannot be written to"):
-        verify_resume.main(["--out", str(tmp_path / "file" / "out"), "--", SCRIPT])
+    monkeypatch.setattr(ResumedTrial, "start", lambda *_: ending)
+    monkeypatch.setattr(TrialRunner, "run", start)
+    with locked_folder(tmp_path, "verify-resume"):
+        runner = TrialRunner(tmp_path)
+        with pytest.raises(LaunchError, match="let it train longer") if code == 0 else nullcontext():
+            assert verify(TRIAL, runner, kills=2, draw=random.Random(0)).failure == "exit code 1"
 
 
 def test_sigterm_ends_what_was_started(tmp_path: Path) -> None:
@@ -176,13 +179,13 @@ def test_sigterm_ends_what_was_started(tmp_path: Path) -> None:
 
 def test_what_was_lost_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
     kills = [Killed("rank 1", 3, 1.0, 0, "last.pt"), Killed("the launcher", 4, 2.0, 2)]
-    ran = RAN
-    (sure,) = Campaign(kills[:1], [1.5], 4, same=True, ranks=3).report(ran).verdicts
+    end: dict[str, Any] = {"last_steps": 4, "last_s": 4.0}
+    (sure,) = Campaign(kills[:1], 3, **end, same=True).report(RAN).verdicts
     assert (sure.state, sure.badge) == ("sure", "NOTHING LOST")
-    (unsure,) = Campaign([kills[1]._replace(left=0)], [1.5], 4, same=True, ranks=3).report(ran).verdicts
+    (unsure,) = Campaign([kills[1]._replace(left=0)], 3, **end, same=True).report(RAN).verdicts
     assert (unsure.state, unsure.badge) == ("unsure", "NOTHING LOST, NO SAVE HIT")
     assert unsure.text.startswith("After 1 kill at random moments, none of them inside a save, the final weights")
-    report = Campaign(kills, [2.0, 4.0], 4, same=False, ranks=2).report(ran)
+    report = Campaign(kills, 2, **end).report(RAN)
     report.show()
     assert report.has_failed
     said = capsys.readouterr().out.splitlines()

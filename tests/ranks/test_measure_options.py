@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from combinations import case
 from digits_job import train
-from launchers import QUICKEST, SUPPORT, launch, requires
+from launchers import QUICKEST, SCRIPTS, SUPPORT, launch, requires
 from records import records
 
 from hvd_trainer import TrainerOptions, parse
@@ -70,11 +71,16 @@ def test_unknown_figures_are_refused(tmp_path: Path) -> None:
     assert f"--keep-best min:val_mae: this job has no val_mae, but {known}" in result.stderr
 
 
-def measured(log: Path, words: Sequence[str], *, ranks: int = 2, backend: str = "ddp", **message: Any) -> str:
+def measured(
+    log: Path, words: Sequence[str], *, ranks: int = 2, backend: str = "ddp", by_run: bool = True, **message: Any
+) -> str:
     """Run a job as the tools do, with recordings in `log`; return what it printed."""
     log.mkdir(exist_ok=True)
     variables = Message(log_dir=str(log), engine=backend, **message).variables()
-    return launch(QUICKEST, ranks, ["-m", "hvd_trainer", "run", "--", *words], env=variables, cwd=log).stdout
+    # Ranks of the quickest launcher have the engines of a Trainer, and not those of `run`, when they begin.
+    launcher = "torchrun" if words[0].startswith(str(SCRIPTS)) else QUICKEST
+    run = ["-m", "hvd_trainer", "run", "--backend", backend, "--"] if by_run else []
+    return launch(launcher, ranks, [*run, *words], env=variables, cwd=log).stdout
 
 
 def steps_of(log: Path, rank: int) -> dict[str, Any]:
@@ -127,14 +133,31 @@ def test_a_slow_phase_is_recorded(tmp_path: Path) -> None:
     assert np.median(waited["seconds"][:, column("collective")]) > 0.02
 
 
-@pytest.mark.parametrize("backend", ENGINES)
-def test_without_the_exchange_ranks_train_apart(tmp_path: Path, backend: str) -> None:
-    words = (*DIGITS, "--epochs", "1", "--log-dir", str(tmp_path / "own"))
-    measured(tmp_path, words, backend=backend, exchange=False)
-    first, second = (steps_of(tmp_path, rank) for rank in range(2))
-    assert str(first["weights"]) != str(second["weights"])
-    kept = {path.name for path in (tmp_path / "own").iterdir()}
-    assert not kept & {"model.safetensors", "checkpoints"}
+OWN = (*DIGITS, "--epochs", "1", "--log-dir", "own")
+HVD, C10D = (str(SCRIPTS / f"{name}.py") for name in ("horovod_mnist", "torch_ddp"))
+
+
+@pytest.mark.parametrize(
+    ("job", "backend"),
+    [
+        *((OWN, backend) for backend in ENGINES),
+        *(((HVD, "--epochs", "1"), "ddp"), ((C10D, "--epochs", "1"), "horovod")),
+        case((HVD, "--epochs", "1"), "horovod", when="long"),
+        case((C10D, "--epochs", "1"), "ddp", when="long"),
+        *(case((*OWN, "--accumulate", "2"), backend, when="long") for backend in ENGINES),
+        case((*OWN, "--stages", "2", "--model", "mlp"), "ddp", when="long"),
+    ],
+)
+def test_without_the_exchange_ranks_train_apart(tmp_path: Path, job: tuple[str, ...], backend: str) -> None:
+    """A script, and a job on the Trainer without `run`, by one switch; in stages, replicas of the model do."""
+    ranks = 4 if "--stages" in job else 3
+    measured(tmp_path, job, backend=backend, ranks=ranks, by_run=job[0] != "-m", exchange=False)
+    found = [steps_of(tmp_path, rank) for rank in range(ranks)]
+    assert len({str(each["weights"]) for each in found}) == ranks
+    assert len({len(each["step"]) for each in found}) == 1
+    if job[0] == "-m":
+        kept = {path.name for path in (tmp_path / "own").iterdir()}
+        assert not kept & {"model.safetensors", "checkpoints"}
 
 
 def test_a_message_changes_steps_engine_and_options(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import mmap
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from torch.utils.data import Dataset
 from hvd_trainer import Callback, TensorData, Trainer, TrainerOptions, run_job
 
 SAMPLES = 4096
-PAGES = 2**14
 TOUCHED = 2**28
 """Bytes of memory that are used in each step."""
 
@@ -62,39 +60,6 @@ def read(index: int) -> None:
 def decode(index: int) -> None:
     pixels = bytes(20_000)
     sum(pixel * 31 % 251 for pixel in pixels)  # planted: decode
-
-
-class Hiccups:
-    """Waits now and then."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def __call__(self, index: int) -> None:
-        self._count += 1
-        if self._count % (32 * 20) == 0:
-            time.sleep(0.4)  # planted: data hiccups
-
-
-class Faults:
-    """Reads pages of a file that are not in memory."""
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(dir=os.getcwd())  # noqa: SIM115
-        self._file.write(os.urandom(PAGES * mmap.PAGESIZE))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._pages = mmap.mmap(self._file.fileno(), 0)
-        self._pages.madvise(mmap.MADV_RANDOM)
-        self._count = 0
-
-    def __call__(self, index: int) -> None:
-        self._count += 1
-        if self._count % 32 == 0:
-            self._pages.madvise(mmap.MADV_DONTNEED)
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        for page in range(20):
-            self._pages[(index * 7919 + page * 104729) % PAGES * mmap.PAGESIZE]  # planted: page faults
 
 
 class Wait(nn.Module):
@@ -181,17 +146,6 @@ class Failing(Sleep):
             raise ValueError("planted")
 
 
-class Compute(Callback):
-    def on_step_end(self, run: Any, result: Any) -> None:
-        busy(0.05)  # planted: computing callback
-
-
-class OneRank(Callback):
-    def on_step_end(self, run: Any, result: Any) -> None:
-        if run.world.rank == 1:
-            time.sleep(0.05)  # planted: callback of one rank
-
-
 class Sums(Callback):
     """Adds up a number of each step on all ranks."""
 
@@ -239,10 +193,7 @@ class Mean(nn.Module):
 def data_of(planted: str, rank: int) -> Any:
     if planted == "one rank has more":
         return MoreOnOne(rank)
-    made: dict[str, Any] = {"data hiccups": Hiccups, "page faults": Faults}
     fetches = {"disk": read, "decode": decode, "worker decode": decode}
-    if planted in made:
-        return Planted(made[planted]())
     if planted in fetches:
         return Planted(fetches[planted])
     inputs = torch.randn(SAMPLES, 64)
@@ -281,8 +232,6 @@ def main(options: PlantedOptions) -> None:
         callbacks = {
             "callback": [Sleep()],
             "callback, then failure": [Failing()],
-            "computing callback": [Compute()],
-            "callback of one rank": [OneRank()],
             "callback hiccups": [Checks()],
             "collective": [Sums()],
             "rank 0 evaluates": [Evaluates()],

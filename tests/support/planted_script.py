@@ -37,8 +37,6 @@ class Images(Dataset[tuple[Tensor, int]]):
             time.sleep(0.06)  # planted: two slow workers
         if PLANTED == "slow decode":  # 2 s for a batch, so that a run has few steps
             sum(pixel * 31 % 251 for pixel in bytes(900_000))  # planted: slow decode
-        if PLANTED == "decode":
-            sum(pixel * 31 % 251 for pixel in bytes(20_000))  # planted: decode
         return torch.randn(64), index % 2
 
 
@@ -90,14 +88,10 @@ def main() -> None:
             step += 1
             if PLANTED == "metric each batch":
                 dist.all_reduce(loss.detach().clone())  # planted: metric each batch
-            if PLANTED == "barrier":
-                dist.barrier()  # planted: barrier
             if PLANTED == "rank 0 evaluates" and rank == 0 and step % 4 == 0:
                 evaluate(model)
             if PLANTED == "logging":
                 time.sleep(0.05)  # planted: logging
-            if PLANTED == "one rank" and rank == 1:
-                time.sleep(0.05)  # planted: one rank
     dist.destroy_process_group()
 
 

@@ -1,22 +1,18 @@
-"""The pictures of a comparison, as SVG whose text stays text: it can be searched, and read aloud.
+"""The pictures of a comparison. With varied options there is a heat map, with the one that has most values across:
 
-Speed by ranks is drawn small, so that its letters can still be read where a telephone makes it narrower. With
-varied options there is a heat map, with the one that has most values across:
-
-    ranks 2, stages 1   | 310 | 305 | 290 |
-    ranks 2, stages 2   | /// | 402 | 455 |      the number is what the colour says, /// has failed
-                 chunks    1     2     4
+ranks 2, stages 1   | 310 | 305 | 290 |
+ranks 2, stages 2   | /// | 402 | 455 |      the number is what the colour says, /// has failed
+             chunks    1     2     4
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 import numpy as np
 
-from hvd_trainer.measure.chart import COLOURS, SIZE, STYLE, TEXT_STYLE, Value, add_legend, as_element, figure_in
+from hvd_trainer.measure.chart import TEXT_STYLE, Value, as_element, draw_lines, figure_in
 from hvd_trainer.measure.formats import number
 from hvd_trainer.measure.report import Picture
 from hvd_trainer.tools.compare.plan import Axis
@@ -34,35 +30,15 @@ MAP_STYLE: dict[Any, Any] = {**TEXT_STYLE, "hatch.linewidth": 0.6, "font.size": 
 
 
 def draw_speed(results: Sequence[Result]) -> list[Picture]:
-    """Return the picture; nothing without samples per second, or with more lines than there are colours."""
-    lines: dict[str, list[Result]] = {}
+    """Return the picture of the speed by ranks; nothing where all have as many."""
+    lines: dict[str, list[tuple[float, float]]] = {}
     for result in results:
-        if result.median("samples_per_s") is not None:
-            lines.setdefault(result.trial.series, []).append(result)
-    if not 0 < len(lines) <= len(COLOURS):
+        if (rate := result.median("samples_per_s")) is not None:
+            lines.setdefault(result.trial.series, []).append((result.trial.ranks, rate))
+    if all(len(points) == 1 for points in lines.values()):
         return []
-    with figure_in(STYLE, SIZE) as figure:
-        axes, values = figure.subplots(), []
-        for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
-            ranks = [result.trial.ranks for result in line]
-            spread = [sorted(result.by_round("samples_per_s").values()) for result in line]
-            rates = [median(each) for each in spread]
-            bars = [(rate - each[0], each[-1] - rate) for rate, each in zip(rates, spread, strict=True)]
-            for x, rate, each in zip(ranks, rates, spread, strict=True):
-                said = f"{name} x {x}: {rate:,.0f} samples/s, {each[0]:,.0f} to {each[-1]:,.0f}"
-                values.append(Value(axes, x, rate, said))
-            axes.errorbar(ranks, rates, np.transpose(bars), color=colour, marker="o", capsize=3, label="line")
-            if ranks[0] == 1 and len(ranks) > 1:
-                axes.plot(ranks, [rates[0] * n for n in ranks], color=colour, linestyle=":", linewidth=1)
-        numbers = sorted({result.trial.ranks for result in results})
-        axes.set_xticks(numbers, [str(n) for n in numbers])
-        axes.set_ylim(bottom=0)
-        axes.set(xlabel="ranks", ylabel="samples/s")
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-        add_legend(figure, lines)
-        svg = as_element(figure, values)
-    text = "Medians, with the lowest and highest round. Dotted: linear scaling."
-    return [Picture("Samples per second by ranks", text, svg)]
+    title, text = "Samples per second by ranks", "Medians of the rounds."
+    return draw_lines(title, text, lines, across="ranks", up="samples/s")
 
 
 def draw_heat_map(comparison: Comparison) -> list[Picture]:

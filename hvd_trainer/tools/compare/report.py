@@ -52,7 +52,6 @@ TABLES: dict[str, Sequence[tuple[str, str, Callable[[Any], str]]]] = {
         ("peak, MB", "peak_memory_mb", number),
         ("train loss", "train_loss", "{:.6f}".format),
         ("last loss", "last_loss", "{:.6f}".format),
-        ("to the first", "loss_to_first", lambda off: "same bits" if off == 0 else f"{off:+.1e}"),
         ("val loss", "val_loss", "{:.6f}".format),
         ("accuracy", "val_accuracy", percent),
         ("weights", "weights", lambda text: text[:12]),
@@ -171,9 +170,13 @@ def values_table(comparison: Comparison) -> list[Table]:
 def notes(comparison: Comparison) -> list[str]:
     """Return the conditions under which the figures hold, and what was not run, a sentence each."""
     trial, pairs = comparison.results[0].trial, comparison.pairs
+    batches = ", ".join(
+        f"{' or '.join(f'{size:,}' for size in sorted(sizes))} on {plural(ranks, 'rank')}"
+        for ranks, sizes in sorted(comparison.batches.items())
+    )
     holm = f", with Holm's correction for {len(pairs)} pairs" if len(pairs) > 1 else ""
     return [
-        *([scaling_text(comparison)] if comparison.batches else []),
+        *([f"Global batch: {batches}."] if batches else []),
         f"{plural(trial.threads or 0, 'CPU thread')} per rank; the first "
         f"{plural(trial.warmup_steps, 'step')} of each run do not count.",
         *([f"{METHOD}{holm}. Pairs are rounds that one command ran in turn."] if pairs else []),
@@ -181,18 +184,6 @@ def notes(comparison: Comparison) -> list[str]:
         f"Machine: {as_text(comparison.machine)}.",
         *_reasons([result for result in comparison.results if result.state == "not run"]),
     ]
-
-
-def scaling_text(comparison: Comparison) -> str:
-    """Say whether the global batch is the same on any number of ranks, by what the runs have trained."""
-    batches = {ranks: size for sizes in comparison.batches.values() for ranks, size in sizes.items()}
-    sizes = ", ".join(f"{size:,} on {plural(ranks, 'rank')}" for ranks, size in sorted(batches.items()))
-    known = "" if comparison.varied else f" (global batch: {sizes})"
-    if comparison.scaling == "strong":
-        return f"Strong scaling: the global batch is the same{known}."
-    if comparison.scaling == "weak":
-        return f"Weak scaling: each rank's batch is the same{known}."
-    return "Each trial has a global batch of its own." if comparison.varied else f"Global batch: {sizes}."
 
 
 def _reasons(results: Sequence[Result]) -> list[str]:
@@ -233,7 +224,6 @@ def data_of(comparison: Comparison) -> dict[str, Any]:
     return {
         "job": comparison.job,
         "varied": {axis.name: axis.values for axis in comparison.varied},
-        "scaling": comparison.scaling,
         "machine": comparison.machine,
         "trials": trials,
         "pairs": pairs,

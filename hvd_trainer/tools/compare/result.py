@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any
 
 from hvd_trainer.measure.figures import RANKS_DIFFER, STEP_PARTS
 from hvd_trainer.measure.formats import percent
@@ -163,7 +163,6 @@ class Comparison:
             "speed_up": speed_up,
             "efficiency": None if speed_up is None else speed_up / ranks,
             **{name: result.median(name) for name in MEDIANS},
-            "loss_to_first": self.loss_to_first(result),
             "weights": result.weights,
         }
 
@@ -172,20 +171,6 @@ class Comparison:
         bases = (o for o in self.results if o.trial.ranks == 1 and o.trial.series == result.trial.series)
         rounds = [pair for base in bases for pair in result.speeds_in_turn(base)]
         return ratio(*zip(*rounds, strict=True)).value if rounds else None
-
-    def loss_to_first(self, result: Result) -> float | None:
-        """Return the relative difference of the training loss from the first trial's with the same global batch.
-
-        None without `--vary`. Steps of another size make another training, whose loss is not comparable.
-        """
-        loss = result.median("train_loss")
-        if loss is None or not self.varied:
-            return None
-        alike = (other for other in self.results if other.global_batch_size == result.global_batch_size)
-        first = next(value for other in alike if (value := other.median("train_loss")) is not None)
-        if loss == first:
-            return 0.0
-        return loss / first - 1 if first else None
 
     @cached_property
     def neighbours(self) -> list[tuple[Result, Result, list[tuple[float, float]]]]:
@@ -234,24 +219,14 @@ class Comparison:
             if not speeds
         ]
 
-    @cached_property
-    def batches(self) -> dict[str, dict[int, int]]:
-        """The global batch by number of ranks, of each entry with a variant, as far as it is known."""
-        sizes: dict[str, dict[int, int]] = {}
+    @property
+    def batches(self) -> dict[int, set[int]]:
+        """The global batches by number of ranks, as far as they are known."""
+        sizes: dict[int, set[int]] = {}
         for result in self.results:
             if result.global_batch_size is not None:
-                sizes.setdefault(result.trial.series, {})[result.trial.ranks] = result.global_batch_size
+                sizes.setdefault(result.trial.ranks, set()).add(result.global_batch_size)
         return sizes
-
-    @property
-    def scaling(self) -> Literal["strong", "weak"] | None:
-        """Strong: the global batch was the same on any number of ranks; weak: each rank's was; None: neither."""
-        series = [sizes for sizes in self.batches.values() if len(sizes) > 1]
-        if series and all(len({*sizes.values()}) == 1 for sizes in series):
-            return "strong"
-        if series and all(len({size / ranks for ranks, size in sizes.items()}) == 1 for sizes in series):
-            return "weak"
-        return None
 
     @property
     def unseen(self) -> list[str]:

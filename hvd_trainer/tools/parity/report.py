@@ -189,7 +189,7 @@ def _tables(traces: Sequence[Trace], pairs: Sequence[Pair]) -> Iterator[Table]:
 
 
 def _pictures(pairs: Sequence[Pair]) -> Iterator[Picture]:
-    """Yield the losses of each pair, and how far its parameters are apart."""
+    """Yield the losses of each pair."""
     for pair in pairs:
         losses = {
             run.name: [(when.step, loss) for when in pair.steps if not math.isnan(loss := run.loss(when))]
@@ -197,12 +197,6 @@ def _pictures(pairs: Sequence[Pair]) -> Iterator[Picture]:
         }
         marks = [(pair.findings[0].when.step, "first difference")] if pair.findings else []
         yield from draw_lines(f"Loss: {pair.name}", "By optimizer steps.", losses, across="step", marks=marks)
-        gaps = {pair.name: [(step, gap) for step, gap in pair.gaps.items() if gap > 0]}
-        title, text = (
-            f"How far apart: {pair.name}",
-            "Relative difference of the parameters; steps of equal bits have none.",
-        )
-        yield from draw_lines(title, text, gaps, across="step", log=True)
 
 
 def _data(runs: Sequence[TracedRun], pairs: Sequence[Pair]) -> dict[str, Any]:

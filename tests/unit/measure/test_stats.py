@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_trainer.measure.stats import Ratio, mean_and_half_width, ratio, ratios
+from hvd_trainer.measure.stats import Ratio, ratio, ratios, t_test
 
 TIMES = 20_000
 """Simulated comparisons, by which a share of 5 % is known to 0.15 %."""
@@ -35,14 +35,12 @@ def steady(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
     return np.ones(shape)
 
 
-ROUNDS = range(3, 11)
-
-
-@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("rounds", range(3, 11))
 @pytest.mark.parametrize(
     ("one", "other", "between"),
     [
-        (gaussian, gaussian, (0.93, 0.97)),
+        # Of equal engines, what is not covered is a winner: by the bootstrap, in 27 of 100 comparisons.
+        (gaussian, gaussian, (0.94, 0.97)),
         # Delays of both are symmetric in the logarithm of the ratio.
         (exponential, exponential, (0.94, 0.98)),
         (log_normal, log_normal, (0.94, 0.985)),
@@ -59,26 +57,18 @@ def test_interval_holds_the_true_ratio(one: Draw, other: Draw, between: tuple[fl
     logs = np.log(other(rng, (TIMES, rounds)) / one(rng, (TIMES, rounds)))
     many = (10**5, 1)
     truth = np.log(other(rng, many) / one(rng, many)).mean()
-    means, halves = mean_and_half_width(logs)
-    covered = (np.abs(means - truth) <= halves).mean()
+    bounds = t_test(logs).confidence_interval(0.95)
+    covered = ((bounds.low <= truth) & (truth <= bounds.high)).mean()
     assert between[0] <= covered <= between[1]
-
-
-@pytest.mark.parametrize("rounds", ROUNDS)
-@pytest.mark.parametrize("draw", [gaussian, log_normal, exponential])
-def test_equal_engines_seldom_have_a_winner(draw: Draw, rounds: int) -> None:
-    """By the bootstrap, 27 of 100 comparisons of three rounds had one."""
-    rng = np.random.default_rng(rounds)
-    logs = np.log(draw(rng, (TIMES, rounds)) / draw(rng, (TIMES, rounds)))
-    means, halves = mean_and_half_width(logs)
-    assert (np.abs(means) > halves).mean() <= 0.06
 
 
 def test_ratio_has_the_mean_and_the_interval_of_its_logarithms() -> None:
     ones, others = [110.0, 111, 109, 112, 110], [100.0, 100, 100, 101, 100]
-    mean, half = mean_and_half_width(np.log(np.array(ones) / np.array(others)))
+    logs = np.log(np.array(ones) / np.array(others))
+    mean, half = logs.mean(), 2.776 * logs.std(ddof=1) / 5**0.5  # of Student's t with 4 degrees of freedom
     clear = ratio(ones, others)
-    assert (clear.value, clear.low, clear.high) == pytest.approx(np.exp([mean, mean - half, mean + half]))
+    wanted = np.exp([mean, mean - half, mean + half])
+    assert (clear.value, clear.low, clear.high) == pytest.approx(wanted, rel=1e-5)
     assert (clear.is_clear, clear.rounds, clear.level) == (True, 5, 0.95)
     assert clear.interval == "95 % interval 1.09 to 1.11"
     assert not ratio([110, 90, 105, 95, 100], [100, 100, 100, 100, 100]).is_clear

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 from compared import WORK, compared, only, publish, run_of, trials_of, unseen
-from pages import open_page
 
 from hvd_trainer.measure.results import TrialResult
 from hvd_trainer.measure.trials import RunRecord
@@ -24,15 +23,11 @@ from hvd_trainer.tools.compare.result import Comparison
 from hvd_trainer.utils.text import COMMAND
 
 
-@pytest.fixture
-def made() -> Comparison:
+def test_verdicts_say_who_how_much_and_why() -> None:
     plan = trials_of(ranks="1,2", backends="horovod,ddp")
     rates = {"horovod x 1": 1000, "ddp x 1": 1000, "horovod x 2": 1800, "ddp x 2": 1500}
     runs = [run_of(p, n, rates[p.label] + 10 * n + (n if p.ranks == 1 else 0)) for n in range(1, 6) for p in plan]
-    return compared(plan, [*runs, RunRecord(plan[0].identity, 6, "failed", 1.0, "no such <file>")])
-
-
-def test_verdicts_say_who_how_much_and_why(made: Comparison) -> None:
+    made = compared(plan, [*runs, RunRecord(plan[0].identity, 6, "failed", 1.0, "no such <file>")])
     alone, together = (str(pair.verdict()) for pair in made.pairs)
     assert alone.startswith("On 1 rank no difference between horovod and ddp is visible at this noise: 1.00 times")
     assert together.startswith(
@@ -206,64 +201,25 @@ def test_runs_of_different_goes_are_no_pairs(tmp_path: Path, capsys: pytest.Capt
     assert pair.speed.rounds == 2
 
 
-def test_warnings_stand_in_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of the commands that made the runs, failed rounds, and too few of them with what to type."""
-    plan = trials_of(ranks="2", backends="horovod,ddp")
-    runs = [replace(run_of(trial), warnings=("other programs are at work",)) for trial in plan]
-    publish(compared(plan, [*runs, RunRecord(plan[0].identity, 2, "failed", 1.0, "no memory")]), tmp_path)
-    for text in outputs(tmp_path, capsys):
-        assert "other programs are at work" in text
-        assert "horovod x 2: failed in round 2: no memory" in text
-        assert "which is too few to tell a difference from noise" in text
-        assert "python -m hvd_trainer compare --rounds 5 -- -m hvd_trainer.mnist" in text
-
-
-def outputs(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return [
-        capsys.readouterr().out,
-        *((folder / f"comparison.{kind}").read_text() for kind in ("json", "md", "html")),
-    ]
-
-
-def test_failed_trials_come_first_in_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It ended with a verdict on the one that was left, and the failures below its tables."""
+def test_what_is_doubtful_and_what_failed_is_told_with_what_to_type() -> None:
+    """Warnings of the commands that made the runs, failed rounds, too few of them; failed trials come first."""
     plan = trials_of(ranks="1,2", backends="horovod,ddp")
-    runs = [RunRecord(trial.identity, 1, "failed", 1.0, "no memory", output="failed/1.txt") for trial in plan[1:]]
-    publish(compared(plan, [run_of(plan[0]), *runs]), tmp_path)
-    out, kept, markdown, page = outputs(tmp_path, capsys)
-    failed = "3 of 4 trials failed."
-    assert out.startswith(f"{failed}\n  ddp x 1; horovod x 2; ddp x 2: failed in round 1: no memory\n")
-    assert "What they printed is beside this report: failed/1.txt" in out
-    assert "Type: python -m hvd_trainer compare --rounds 2 --retry-failed -- -m hvd_trainer.mnist" in out
-    assert json.loads(kept)["verdicts"][0]["text"] == failed
-    assert json.loads(kept)["verdicts"][0]["state"] == "failed"
-    assert markdown.startswith("# FAILED 3 OF 4\n")
-    assert f"\n\n**{failed}** ddp x 1" in markdown
-    assert f"<title>FAILED 3 OF 4: {failed}</title>" in page
-    assert page.index(f"<h1>{failed}</h1>") < page.index("<table ")
+    runs = [replace(run_of(trial), warnings=("other programs are at work",)) for trial in plan]
+    few = report.conclude(compared(plan, [*runs, RunRecord(plan[0].identity, 2, "failed", 1.0, "no memory")]))
+    assert few.warnings == ["other programs are at work", "horovod x 1: failed in round 2: no memory"]
+    assert "which is too few to tell a difference from noise" in few.answer.text
+    assert few.advice == ["python -m hvd_trainer compare --rounds 5 -- -m hvd_trainer.mnist"]
+    bad = [RunRecord(t.identity, 1, "failed", 1.0, "no memory", output=f"failed/{t.ranks}.txt") for t in plan[2:]]
+    failed = report.conclude(compared(plan, [*map(run_of, plan[:2]), *bad]))
+    assert (failed.answer.text, failed.answer.state) == ("2 of 4 trials failed.", "failed")
+    assert failed.answer.details == [
+        "horovod x 2; ddp x 2: failed in round 1: no memory",
+        "What they printed is beside this report: failed/2.txt, failed/2.txt",
+    ]
+    assert failed.advice[0] == "python -m hvd_trainer compare --rounds 2 --retry-failed -- -m hvd_trainer.mnist"
 
 
-@pytest.mark.parametrize(
-    ("sizes", "scaling", "text"),
-    [
-        (
-            (128, 128),
-            "strong",
-            "Strong scaling: the global batch is the same (global batch: 128 on 1 rank, 128 on",
-        ),
-        ((128, 256), "weak", "Weak scaling: each rank's batch is the same (global batch: 128 on 1 rank, 256 on"),
-        ((128, 200), None, "Global batch: 128 on 1 rank, 200 on 2 ranks."),
-    ],
-)
-def test_scaling_is_told_by_the_facts_of_the_runs(sizes: tuple[int, int], scaling: str | None, text: str) -> None:
-    """Not by the words of the job: `--global_batch_size`, or YAML, make it strong, too."""
-    trials = trials_of(ranks="1,2")
-    comparison = compared(trials, [run_of(t, batch=size) for t, size in zip(trials, sizes, strict=True)])
-    assert comparison.scaling == scaling
-    assert report.notes(comparison)[0].startswith(text)
-
-
-def test_results_have_medians_and_the_loss_beside_the_first() -> None:
+def test_results_have_medians_and_the_sizes_of_batches() -> None:
     trials = trials_of(ranks="1,2", batch_size="16,32")
     first, other, third, last = trials
     runs = [run_of(first, number, rate) for number, rate in enumerate((90, 110, 100), 1)]
@@ -274,9 +230,7 @@ def test_results_have_medians_and_the_loss_beside_the_first() -> None:
     its, figures = found.results[0], found.figures[first.key]
     assert (len(its.runs), its.median("samples_per_s"), its.median("step_s")) == (3, 100, 2.56)
     assert (figures["lowest"], figures["highest"]) == (90, 110)
-    # The third has steps of another size, and so another training.
-    losses = [found.figures[trial.key]["loss_to_first"] for trial in trials]
-    assert losses == [0, pytest.approx(0.02), 0, None]
+    assert report.notes(found)[0] == "Global batch: 256 on 1 rank, 64 on 2 ranks."
     assert found.results[2].note == "killed in round 2: had not ended"
     assert [its.is_complete for its in found.results] == [True, True, False, False]
     assert found.results[3].trial is last
@@ -290,41 +244,6 @@ def test_last_run_of_a_round_counts() -> None:
     its, *others = compared(trials, [failed, run_of(trials[0])], stages="1,2").results
     assert (its.state, its.note) == ("done", "")
     assert {other.state for other in others} == {"not run"}
-
-
-# Reports.
-
-
-def test_pictures_leave_out_unknown_figures() -> None:
-    trial = only(ranks="2")
-    assert draw_speed(compared([trial], [unseen(trial)]).results) == []
-
-
-@pytest.mark.parametrize("width", [400, 1280])
-def test_page_in_a_browser(made: Comparison, browser: Any, tmp_path: Path, width: int) -> None:
-    """On a telephone and on a desk: nothing is wider than the window, and nothing is loaded or goes wrong."""
-    publish(made, tmp_path)
-    page = open_page(browser, tmp_path / "comparison.html", width, "light")
-    page.evaluate("document.querySelectorAll('details').forEach(it => it.open = true)")
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    # A dot for each round, of both pairs.
-    assert page.locator(".interval circle").count() == 10
-    assert page.locator(".badge").all_inner_texts()[0].startswith("1.20 TIMES [1.1")
-    assert page.locator("figure svg").count() == 1
-    for svg in page.locator("figure svg").all():
-        box = svg.bounding_box()
-        assert box is not None
-        assert box["x"] >= 0
-        assert box["x"] + box["width"] <= width
-    # Letters of the pictures are to be read on a telephone, too.
-    sizes = page.evaluate("[...document.querySelectorAll('svg text')].map(t => t.getBoundingClientRect().height)")
-    assert min(sizes) > 8
-    text = page.inner_text("body")
-    assert "On 2 ranks horovod is 1.20 times as fast as ddp" in text
-    assert "horovod x 1: failed in round 6: no such <file>" in text
-    printed = tmp_path / "page.pdf"
-    page.pdf(path=str(printed), format="A4")
-    assert printed.read_bytes().count(b"/Type /Page\n") <= 4
 
 
 def grid() -> Comparison:
@@ -379,6 +298,10 @@ def test_heat_map_has_a_row_for_each_combination() -> None:
         assert f">{text}<" in picture.svg
     assert "<pattern" in picture.svg  # the hatching
     assert draw_heat_map(compared(trials_of(ranks="1,2"), [])) == []
+    (speed,) = draw_speed(compared(trials_of(ranks="1,2"), [run_of(t) for t in trials_of(ranks="1,2")]).results)
+    assert ">ranks<" in speed.svg
+    trial = only(ranks="2")
+    assert draw_speed(compared([trial], [unseen(trial)]).results) == []
 
 
 def test_a_loss_is_that_of_the_first_round_also_where_it_diverged() -> None:

@@ -279,17 +279,3 @@ def test_file_system_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
         "/dev/shm": "memory (tmpfs)",
     }
     assert {path: file_system(Path(path)) for path in expected} == expected
-
-
-def test_file_system_below_a_path_with_a_space(tmp_path: Path) -> None:
-    """Find the mount at a path that the kernel writes as `my\\040disk`."""
-    (tmp_path / "my disk").mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to mount a file system")
-    command = ["mount", "-t", "ramfs", "none", str(tmp_path / "my disk")]
-    if subprocess.run(command, check=False).returncode != 0:
-        pytest.skip("may not mount a file system")
-    try:
-        assert file_system(tmp_path / "my disk") == "memory (ramfs)"
-    finally:
-        subprocess.run(["umount", str(tmp_path / "my disk")], check=True)

@@ -52,11 +52,11 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def run_script(user: Path, code: str) -> str:
+def run_script(user: Path, code: str, *launch: str) -> str:
     """Run a script as a trial of a tool, whose folder is in the user's, and return what it has printed."""
     place = user / "out" / "running"
     (user / "script.py").write_text(code)
-    start = in_own_folder(Start([sys.executable, "script.py", "--to", "{folder}/mine"]), place)
+    start = in_own_folder(Start([sys.executable, *launch, "script.py", "--to", "{folder}/mine"]), place)
     ended = run_to_end(start, place, place / "output", limit_s=60)
     said = (place / "output").read_text()
     assert ended == 0, said
@@ -101,15 +101,16 @@ def test_what_a_trial_writes_is_its_own(user: Path, write: str) -> None:
     assert not (user / "out" / "running" / "outside").exists()
 
 
-def test_pytorch_and_safetensors_write_no_file_of_the_user(user: Path) -> None:
-    """They open files in C++ and Rust, of which Python does not tell."""
+@pytest.mark.parametrize("run", [[], ["-m", "hvd_trainer", "run", "--backend", "ddp", "--"]])
+def test_pytorch_and_safetensors_write_no_file_of_the_user(run: list[str], user: Path) -> None:
+    """They open files in C++ and Rust, of which Python does not tell; `run` removed the hooks that do."""
     code = (
         "import torch, safetensors.torch, torch.serialization\n"
         "torch.save({'a': torch.ones(2)}, 'model.pt')\n"
         "safetensors.torch.save_file({'a': torch.ones(2)}, 'log.csv')\n"
         "print(torch.load('model.pt'), safetensors.torch.load_file('log.csv'))\n"
     )
-    said = run_script(user, code)
+    said = run_script(user, code, *run)
     assert said.count("tensor([1., 1.])") == 2, said
     assert (user / "model.pt").read_text() == (user / "log.csv").read_text() == "of the user"
 
@@ -217,16 +218,6 @@ def test_trials_may_change_what_they_have_made_outside(user: Path, capsys: pytes
     runner = TrialRunner(user / "out")
     assert [runner.run(trial_of(code, n)).note for n, code in enumerate((first, second))] == ["", ""]
     assert f"the job writes to {place}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("run", [[], ["-m", "hvd_trainer", "run", "--backend", "ddp", "--"]])
-def test_torch_writes_no_file_of_the_user(run: list[str], user: Path) -> None:
-    """Under `run` it wrote through links: the hooks of imports were removed with those of another engine."""
-    (user / "script.py").write_text("import torch\ntorch.save(torch.zeros(1), 'model.pt')\n")
-    place, before = user / "out" / "running", user_files(user)
-    start = in_own_folder(Start([sys.executable, *run, "script.py"]), place)
-    assert run_to_end(start, place, place / "output", limit_s=60) == 0, (place / "output").read_text()
-    assert user_files(user) == before
 
 
 SAVES = {

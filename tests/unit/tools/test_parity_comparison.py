@@ -453,12 +453,6 @@ def test_large_model_is_compared_by_samples_of_its_values() -> None:
 # What is run.
 
 
-@pytest.mark.parametrize("backend", ["ddp", "ddp,ddp", "ddp,mpi", ""])
-def test_invalid_engines_are_refused(backend: str) -> None:
-    with pytest.raises(OptionError, match=f"--backend {backend}: name 2 or more of"):
-        parse_engines(backend)
-
-
 def test_a_new_version_of_a_script_is_run_in_its_place(tmp_path: Path) -> None:
     new = tmp_path / "new.py"
     new.touch()

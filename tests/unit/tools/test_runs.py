@@ -58,8 +58,8 @@ def test_read_runs_leaves_out_a_torn_line(tmp_path: Path) -> None:
 
 
 def test_reports_are_json_without_nan_and_infinity() -> None:
-    report = {"noise": math.inf, "loss": math.nan, "steps": (1, 2.5), "place": Path("runs"), 3: None}
-    wanted = {"noise": "inf", "loss": "nan", "steps": [1, 2.5], "place": "runs", "3": None}
+    report = {"noise": math.inf, "loss": np.float64(0.5), "steps": (1, 2.5), "place": Path("runs"), 3: math.nan}
+    wanted = {"noise": None, "loss": 0.5, "steps": [1, 2.5], "place": "runs", "3": None}
     assert json.loads(to_json(report)) == wanted
 
 
@@ -130,9 +130,6 @@ def test_locked_folder_ends_what_a_killed_command_left(tmp_path: Path) -> None:
     with locked_folder(tmp_path, "compare") as folder:
         assert folder == tmp_path
         assert left.wait(10) is not None
-    (tmp_path / "file").touch()
-    with pytest.raises(OptionError, match="cannot be written to"), locked_folder(tmp_path / "file", "compare"):
-        pass
 
 
 def test_folders_inside_are_removed_only_if_they_are_the_tools(tmp_path: Path) -> None:
@@ -296,17 +293,6 @@ def test_programs_that_use_no_core_are_no_warning(monkeypatch: pytest.MonkeyPatc
         assert machine.busy_warning().partition(":")[0] == warning
 
 
-def test_launched_ends_all_processes(tmp_path: Path) -> None:
-    output = tmp_path / "output"
-    with launched(Start([sys.executable, "-c", SLOW], threads=3), tmp_path, output) as process:
-        while not output.read_text():
-            time.sleep(0.01)
-        environment = psutil.Process(process.pid).environ()
-        assert (environment[MARK], environment["OMP_NUM_THREADS"]) == (str(tmp_path), "3")
-        assert len(find_processes(tmp_path)) == 2
-    assert not find_processes(tmp_path)
-
-
 @pytest.mark.parametrize("shell", ["salloc_interactive", "pals_2_nodes", "torchrun_2", "pytorchjob_v1"])
 def test_run_is_no_rank_of_what_the_tool_was_started_by(
     shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -314,10 +300,13 @@ def test_run_is_no_rank_of_what_the_tool_was_started_by(
     """In an interactive shell of Slurm a run of one process was refused: half of a step's variables were left."""
     for name, value in environments.CASES[shell][0].items():
         monkeypatch.setenv(name, value)
-    with launched(Start([sys.executable, "-c", SLOW]), tmp_path, tmp_path / "output") as process:
-        while not find_processes(tmp_path):
+    with launched(Start([sys.executable, "-c", SLOW], threads=3), tmp_path, tmp_path / "output") as process:
+        while len(find_processes(tmp_path)) < 2:
             time.sleep(0.01)
-        assert detect(psutil.Process(process.pid).environ()) == World()
+        environment = psutil.Process(process.pid).environ()
+        assert (environment[MARK], environment["OMP_NUM_THREADS"]) == (str(tmp_path), "3")
+        assert detect(environment) == World()
+    assert not find_processes(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +353,7 @@ def test_speed_tells_exchange_from_straggler() -> None:
     assert figures["parts"]["straggler"] == 1.5
     assert figures["parts"]["data"] == 1.5
     assert sum(figures["parts"].values()) == figures["step_s"] == 8.0
-    assert (figures["samples_per_s"], figures["counted_steps"]) == (1.0, 3)
+    assert figures["samples_per_s"] == 1.0
     assert figures["computing_s"] == [3.0, 6.0]
     assert speed(recorded([quick]), np.full(3, 8), 3) == {}
 
