@@ -263,7 +263,7 @@ class TrialRunner:
         state: Literal["done", "failed", "killed"] = "done"
         note = ""
         if code is None:
-            state, note = "killed", f"had not ended after {limit:g} s ({option})"
+            state, note = "killed", f"had not ended after {round(limit, 1):g} s ({option})"
         elif code < 0:
             state, note = "killed", f"killed by signal {-code}"
         elif figures is None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,27 @@ def test_order_is_the_same_everywhere(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [verdict["state"] for verdict in kept["verdicts"]] == ["failed", "sure"]
     assert (kept["warnings"], kept["trials"]) == (["other programs are at work"], [1, "nan"])
     assert r"| a\|b | 2 | [bold]x |" in (tmp_path / "report.md").read_text()
+
+
+def test_a_terminal_cuts_no_cell_and_says_no_warning_twice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In 80 columns the names of the rows were gone."""
+    columns = ("", "median step", *["exchange"] * 8)
+    table = Table("Steps", columns, [["horovod", "44.9", *["0.0645"] * 8]])
+    report = replace(REPORT, warnings=["said before", "said now"], tables=[table])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for width in (40, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        report.show(["said before"])
+        out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)  # without its colours
+        assert "horovod 44.9 0.0645" in " ".join(out.split())
+        assert {*" ".join(columns).split()} <= {*out.split()}
+        assert "said before" not in out
+        assert "said now" in out
+    monkeypatch.undo()
+    report.show(["said before"])
+    assert "said before" in capsys.readouterr().out, "a file has all of them"
 
 
 def test_page_shows_what_was_typed_as_text(browser: Any, tmp_path: Path) -> None:
