@@ -120,13 +120,20 @@ def test_a_kill_inside_a_save_shows_a_torn_one(
 
 @pytest.mark.parametrize(("last", "badge"), [(("a", "b"), "NOTHING LOST"), (("b", "a"), "OTHER WEIGHTS")])
 def test_ranks_with_weights_of_their_own_are_compared_one_by_one(
-    last: tuple[str, str], badge: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    last: tuple[str, str],
+    badge: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Such weights were not those of the undisturbed run, although each rank had the same in both."""
     ends = iter([Finished(20, 0.1, ("a", "b"), 1.0), Finished(9, 0.1, last, 1.0)])
     monkeypatch.setattr(Script, "finish", lambda *_: next(ends))
     monkeypatch.setattr(Script, "kill", lambda *_: Killed("rank 1", 5, 1.0, 0, "last.pt"))
     campaign = verify(Script([SCRIPT], "ddp", 2), kills=1, draw=random.Random(0), folder=tmp_path)
+    first, then, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("one run of 2 ranks on ddp without a kill, then 2 starts with 1 kill: about 2.5 times")
+    assert then == "undisturbed: 20 steps of 2 ranks on ddp, 0 s; about 1 s left"
     report = campaign.report(RAN)
     assert report.answer.badge == badge
     assert report.warnings[0].startswith("in the undisturbed run, too, ranks end with other weights")

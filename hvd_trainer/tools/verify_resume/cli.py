@@ -324,8 +324,8 @@ def verify(script: Script, *, kills: int, draw: random.Random, folder: Path) -> 
     """
     ranks = f"{plural(script.ranks, 'rank')} on {script.engine}"
     print(
-        f"one run of {ranks} without a kill, then {plural(kills + 1, 'start')} with {plural(kills, 'kill')}: how "
-        f"long that takes is told after the first",
+        f"one run of {ranks} without a kill, then {plural(kills + 1, 'start')} with {plural(kills, 'kill')}: "
+        f"about 2.5 times as long as one run in all, and {kills} more times its start; in seconds after the first",
         flush=True,
     )
     began = time.monotonic()
