@@ -78,9 +78,11 @@ def test_a_terminal_cuts_no_cell_and_says_no_warning_twice(
 
 def test_page_shows_what_was_typed_as_text(browser: Any, tmp_path: Path) -> None:
     REPORT.write(tmp_path, "report")
-    page = open_page(browser, tmp_path / "report.html", 1280, "light")
+    page = open_page(browser, tmp_path / "report.html", 400, "light")
     assert "ddp x 2: out of <memory>." in page.inner_text("header.failed")
     assert "<b>[red]" in page.inner_text("header code")
+    lines = page.locator("header code span").evaluate_all("words => words.map(word => word.offsetHeight)")
+    assert max(lines) < 2 * min(lines), "a line ends at a hyphen of --long-option"
 
 
 def test_button_copies_what_to_type(browser: Any, tmp_path: Path) -> None:
