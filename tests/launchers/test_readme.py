@@ -67,19 +67,11 @@ TYPED_ELSEWHERE = {
         *(OWN, "test_make_ends_with_what_is_said"),
     ),
     'make test PYTEST_ARGS="tests/ranks/test_trainer.py -k test_decay"': (OWN, "test_make_ends_with_what_is_said"),
-    **{
-        f"python -m hvd_trainer run -np 2 --backend {engine} -- {script} --data-dir ../shared/data/mnist": (
-            *("test_run.py", Path(script).name),
-        )
-        for engine, script in (
-            ("ddp", "examples/mnist/plain_horovod.py"),
-            ("horovod", "examples/mnist/plain_ddp.py"),
-        )
-    },
     "hvd-trainer run -np 2 -- train.py": ("test_run.py", '"-np", 2'),
+    "hvd-trainer run -np 2 --backend ddp -- train.py": ("test_run.py", "plain_horovod.py"),
     "torchrun --nproc-per-node 2 train.py": (OWN, "test_a_script_needs_no_more_than_another_import"),
     "hvd-trainer compare -np 2 -- train.py --epochs 1": ("test_compare.py", "test_compare_takes_any_script"),
-    "hvd-trainer run -np 2 --backend horovod -- train.py": ("test_run.py", '"-np", 2'),
+    "hvd-trainer run -np 2 --backend horovod -- train.py": ("test_run.py", "plain_ddp.py"),
     IMPORT: (OWN, "test_a_script_needs_no_more_than_another_import"),
     "git clone ADDRESS hvd_trainer": ("test_docs.py", "git clone"),
     "cd hvd_trainer": ("test_docs.py", "git clone"),
@@ -123,7 +115,7 @@ TYPED_ELSEWHERE = {
         *("test_verify_resume.py", "test_verify_resume_kills_a_script_and_its_launcher"),
     ),
     "hvd-trainer run -np 2 --check-ranks 100 -- train.py": ("test_run_ranks_differ.py", '"--check-ranks"'),
-    "python -m hvd_trainer run -np 2 --exactly-horovod --backend ddp -- train.py": (
+    "hvd-trainer run -np 2 --exactly-horovod --backend ddp -- train.py": (
         *("test_run.py", '"--exactly-horovod"'),
     ),
     "horovodrun -np 2 python -m hvd_trainer.imdb --data-dir aclImdb": (
@@ -155,14 +147,15 @@ TYPED_ELSEWHERE = {
     "hvd-trainer compare --np 1,2 --rounds 3 --steps 100 -- -m hvd_trainer.mnist --dataset digits": (
         *("test_compare.py", '"compare"'),
     ),
-    "hvd-trainer compare --np 2 --rounds 1 --steps 20 -- examples/mnist/plain_ddp.py "
-    "--data-dir ../shared/data/mnist": (*("test_compare.py", "test_compare_takes_any_script"),),
-    "hvd-trainer diagnose --np 2 -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist": (
+    "hvd-trainer compare --np 2 --rounds 3 --steps 20 -- train.py": (
+        *("test_compare.py", "test_compare_takes_any_script"),
+    ),
+    "hvd-trainer diagnose --np 2 -- -m hvd_trainer.mnist --dataset digits": (
         "test_diagnose_jobs.py",
         '"diagnose"',
     ),
-    "hvd-trainer compare --np 2 --vary threads=1,2 --vary bucket-mb=1,25 -- -m hvd_trainer.mnist --data-dir "
-    "../shared/data/mnist": ("test_compare.py", '"workers=0,2"'),
+    "hvd-trainer compare --np 2 --vary threads=1,2 --vary bucket-mb=1,25 -- -m hvd_trainer.mnist --dataset "
+    "digits": ("test_compare.py", '"workers=0,2"'),
     "hvd-trainer compare --backend ddp --np 1,2,4 --vary stages=1,2 --vary chunks=1,2,4,8,16,32 "
     "--vary batch-size=32,64,128,256 --vary schedule=gpipe --rounds 3 --steps 10 --out runs/pipeline -- -m "
     "hvd_trainer.imdb --dataset synthetic": ("test_compare.py", '"stages=1,2"'),
