@@ -248,7 +248,7 @@ class TrialRunner:
         place = make_inner(running(self.folder))
         limit, option = self._limit_s, self._limit_option
         if self.left_s < limit:
-            limit, option = max(self.left_s, 1.0), "--budget-s"
+            limit, option = max(round(self.left_s, 1), 1.0), "--budget-s"
         began_at, began, log = time.time(), time.monotonic(), place / "log"
         try:
             start, warn = in_own_folder(trial.start(log), place), partial(self._warn_of_outside, place)
@@ -263,7 +263,7 @@ class TrialRunner:
         state: Literal["done", "failed", "killed"] = "done"
         note = ""
         if code is None:
-            state, note = "killed", f"had not ended after {round(limit, 1):g} s ({option})"
+            state, note = "killed", f"had not ended after {limit:g} s ({option})"
         elif code < 0:
             state, note = "killed", f"killed by signal {-code}"
         elif figures is None:

@@ -42,7 +42,7 @@ def draw_speed(results: Sequence[Result]) -> list[Picture]:
     if not 0 < len(lines) <= len(COLOURS):
         return []
     with figure_in(STYLE, SIZE) as figure:
-        axes, values, is_scaled = figure.subplots(), [], False
+        axes, values = figure.subplots(), []
         for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
             ranks = [result.trial.ranks for result in line]
             spread = [sorted(result.by_round("samples_per_s").values()) for result in line]
@@ -53,16 +53,15 @@ def draw_speed(results: Sequence[Result]) -> list[Picture]:
                 values.append(Value(axes, x, rate, said))
             axes.errorbar(ranks, rates, np.transpose(bars), color=colour, marker="o", capsize=3, label="line")
             if ranks[0] == 1 and len(ranks) > 1:
-                is_scaled = True
                 axes.plot(ranks, [rates[0] * n for n in ranks], color=colour, linestyle=":", linewidth=1)
         numbers = sorted({result.trial.ranks for result in results})
         axes.set_xticks(numbers, [str(n) for n in numbers])
-        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # room for the highest mark
+        axes.set_ylim(bottom=0)
         axes.set(xlabel="ranks", ylabel="samples/s")
         axes.yaxis.set_major_formatter("{x:,.0f}")
         add_legend(figure, lines)
         svg = as_element(figure, values)
-    text = "Medians, with the lowest and highest round." + " Dotted: linear scaling." * is_scaled
+    text = "Medians, with the lowest and highest round. Dotted: linear scaling."
     return [Picture("Samples per second by ranks", text, svg)]
 
 
