@@ -85,17 +85,32 @@ class Table:
         words = [new for new, old in enumerate(used) if old in self.words]
         return replace(self, columns=[self.columns[place] for place in used], rows=rows, words=words)
 
-    def rich(self) -> Any:
-        """Return it for a console of `rich`."""
+    def rich(self, width: int) -> Any:
+        """Return it for a console of `rich` this wide, or wider: lines break between words only."""
         from rich.box import SIMPLE_HEAD
         from rich.table import Table as RichTable
         from rich.text import Text
 
+        cells = [*zip(self.columns, *self.rows, strict=True)]
+        whole = [max(map(len, column)) for column in cells]
+        least = [max(len(word) for cell in column for word in ["", *cell.split()]) for column in cells]
+        space, lines = int(sum(whole) + 3 * len(cells) < width), len(cells) + 1
         # As Text, brackets of what was typed are no markup.
-        made = RichTable(box=SIMPLE_HEAD, title=Text(self.title), title_justify="left", title_style="bold")
+        made = RichTable(
+            box=SIMPLE_HEAD,
+            title=Text(self.title),
+            title_justify="left",
+            title_style="bold",
+            padding=(0, space),
+            width=None if space else max(sum(least) + lines, min(sum(whole) + lines, width)),
+        )
         for place, name in enumerate(self.columns):
-            is_words = place in self.words
-            made.add_column(Text(name), justify="left" if is_words else "right", no_wrap=not is_words)
+            made.add_column(
+                Text(name),
+                justify="left" if place in self.words else "right",
+                min_width=least[place],
+                no_wrap=least[place] == whole[place],
+            )
         for row in self.rows:
             made.add_row(*map(Text, row))
         return made
@@ -197,8 +212,12 @@ class Report:
         share = math.log(max(ratio, 1 / MAX_REACH**2)) / math.log(self.reach)
         return 50 + 48 * min(max(share, -1.0), 1.0)
 
-    def show(self) -> None:
-        """Print it."""
+    def show(self, said: Sequence[str] = ()) -> None:
+        """Print it.
+
+        Args:
+            said: warnings that stand above it in a terminal.
+        """
         from rich.console import Console
 
         # As wide as the terminal; in a file or a pipe no line is broken.
@@ -208,10 +227,10 @@ class Report:
             out.print(verdict.text, style=STYLES[verdict.state])
             for text in verdict.details:
                 out.print(f"  {text}")
-        for text in self.warnings:
+        for text in self.warnings if wide else [text for text in self.warnings if text not in said]:
             out.print(f"warning: {text}", style="yellow")
         for table in self.tables:
-            out.print(table.rich())
+            out.print(table.rich(out.width), soft_wrap=False, crop=False)
         for text in self.notes:
             out.print(text)
         for text in self.advice:

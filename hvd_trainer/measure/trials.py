@@ -261,7 +261,7 @@ class TrialRunner:
         place = make_inner(place or running(self.folder))
         limit, option = self._limit_s, self._limit_option
         if self.left_s < limit:
-            limit, option = max(self.left_s, 1.0), "--budget-s"
+            limit, option = max(round(self.left_s, 1), 1.0), "--budget-s"
         began_at, began, log = time.time(), time.monotonic(), place / "log"
         shutil.rmtree(log, ignore_errors=True)  # of an earlier run in this place
         for name in ("output", "error.json"):

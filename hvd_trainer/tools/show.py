@@ -33,9 +33,9 @@ from hvd_trainer.utils.text import COMMAND, plural
 BEST: Mapping[str, Callable[[Iterable[float]], float]] = {"val_accuracy": max, "val_loss": min, "train_loss": min}
 """Figures by which runs are compared, the first that all of them have, and which is the best."""
 MAX_TOGETHER = 3
-"""Runs whose training and test figures are drawn in one chart."""
-FAILURES, TEST = "failures", "test"
-KINDS = {"train": "training", "val": TEST}
+"""Runs whose training and validation figures are drawn in one chart."""
+FAILURES, VALIDATION = "failures", "validation"
+KINDS = {"train": "training", "val": VALIDATION}
 """Words for the prefixes of figures."""
 DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
 """Variables that say that there is a browser to open."""
@@ -145,7 +145,7 @@ def verdict(run: Run) -> Verdict:
 
 
 def compare(runs: Sequence[Run]) -> Iterator[Verdict]:
-    """Say which of several runs has the best figure that all have: of tests, where there are any."""
+    """Say which of several runs has the best figure that all have: of validation, where there is one."""
     name = next((n for n in BEST if all(isinstance(run.last.get(n), float) for run in runs)), None)
     if len(runs) == 1 or name is None:
         return
@@ -180,8 +180,8 @@ def pictures(runs: Sequence[Run]) -> Iterator[Picture]:
                 kind = KINDS.get(name.partition("_")[0], "")
                 line = ", ".join([kind] * (len(shown) > 1) + [run.name] * (len(runs) > 1))
                 lines[line] = run.curve(name)
-                styles[line] = Style(colour, "--" if kind == TEST else "-")
-        text = "By optimizer steps." + (" Solid: training; dashed: test." if len(shown) > 1 else "")
+                styles[line] = Style(colour, "--" if kind == VALIDATION else "-")
+        text = "By optimizer steps." + (" Solid: training; dashed: validation." if len(shown) > 1 else "")
         yield from draw_lines(title, text, lines, styles=styles, across="step")
     # The rare ones first, which are named where several are near each other.
     marks = sorted((mark for run in runs for mark in run.marks()), key=lambda mark: mark[1] == "save")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -265,6 +266,9 @@ def test_parity_from_the_command_to_the_exit_code(
     result = launch("python", 1, argv, env={"FAULT": "ddp: scaled rate"}, check=False)
     assert result.returncode == code, result.stdout
     assert not [text for text in texts if text not in result.stdout], result.stdout
+    assert re.match(r"\d runs of \d+ steps of 2 ranks .*\n.* s\), about \d+ s left\n", result.stdout), (
+        result.stdout
+    )
     kept = json.loads((tmp_path / "parity.json").read_text())
     assert kept["same"] == (code == 0)
     assert {run["state"] for run in kept["runs"]} == {"done"}

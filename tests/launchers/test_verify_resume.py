@@ -74,7 +74,7 @@ RESUMING = ["--log-dir", "{folder}/log", "--resume", "auto"]
 @pytest.mark.parametrize(
     ("backend", "kills", "snapshot", "code", "texts"),
     [
-        case("ddp", 2, "snapshot.pt", 0, ["rank ", "the launcher", SAME]),
+        case("ddp", 2, "snapshot.pt", 0, ["with 2 kills: about 2.5 times", "rank ", "the launcher", SAME]),
         case("horovod", 2, "{folder}/snapshot.pt", 0, ["the launcher", SAME], when="long"),
         case("ddp", 1, "", 2, ["The script does not resume: started again after 1 kill"], when="long"),
     ],

@@ -15,7 +15,6 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.command import read_command
@@ -55,8 +54,9 @@ def main(argv: Sequence[str]) -> int:
     trials = plan(job, axes, options, conditions(machine))
     interrupted = False
     with locked_folder(options.out, "compare") as folder:
+        runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=are_figures)
         try:
-            measure(trials, folder, options)
+            measure(trials, runner, options)
         except KeyboardInterrupt:
             interrupted = True
             print("interrupted: the same command continues from here", file=sys.stderr)
@@ -65,27 +65,26 @@ def main(argv: Sequence[str]) -> int:
         comparison = Comparison.of(trials, runs, **known, least=options.least)
         if axes or any(result.state != "not run" for result in comparison.results):
             made = report.conclude(comparison)
-            made.show()
+            made.show(runner.warnings)
             made.write(folder, "comparison", write_settings(comparison, folder))
         else:
             print("No run has come to its end: there is nothing to show.", file=sys.stderr)
     return 130 if interrupted else int(not all(result.is_complete for result in comparison.results))
 
 
-def measure(trials: Sequence[CompareTrial], folder: Path, options: CompareOptions) -> None:
+def measure(trials: Sequence[CompareTrial], runner: TrialRunner, options: CompareOptions) -> None:
     """Run what has not been run yet, and write down each run as it ends.
 
     Raises:
         OptionError: two runs have not done the same work, one has no steps that count, or the job does not know
             an option that varies.
     """
-    runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=are_figures)
     # What failed will fail again, and take as long to do so.
     to_do = runner.to_do(trials, options.rounds, retry_failed=options.retry_failed)
     planned = f"{plural(len(trials) * options.rounds, 'run')} in {plural(options.rounds, 'round')}"
     labels = f" ({'; '.join(trial.label for trial in trials)})" if len(trials) <= MAX_NAMED else ""
     print(
-        f"{plural(len(trials), 'trial')}{labels}, {planned}, {len(to_do)} to do; all is kept in {folder}",
+        f"{plural(len(trials), 'trial')}{labels}, {planned}, {len(to_do)} to do; all is kept in {runner.folder}",
         flush=True,
     )
     if count := 0 if options.retry_failed else sum(map(runner.has_failed, trials)):
@@ -103,4 +102,6 @@ def measure(trials: Sequence[CompareTrial], folder: Path, options: CompareOption
         for option, _ in trial.settings if run.state == "failed" else ():
             # In the words of argparse and of tyro: each other run would fail as this one.
             if re.search(rf"unrecognized (arguments|options): .*{re.escape(option)}\b", run.note, re.IGNORECASE):
-                raise OptionError(f"--vary {option.lstrip('-')}: the job has no such option ({run.why(folder)})")
+                raise OptionError(
+                    f"--vary {option.lstrip('-')}: the job has no such option ({run.why(runner.folder)})"
+                )

@@ -266,14 +266,9 @@ def _of_limits(evidence: Evidence) -> Iterator[Cause]:
 def _of_queue(evidence: Evidence, throttled_s: float) -> Iterator[Cause]:
     """Yield what the threads of a rank wait for a CPU, beside what a limit has taken: for whom it is busy."""
     waits = []
-    # In what a rank waits beyond this, it waits for a slower one, whatever its threads do meanwhile.
-    exchange_s = min(sum(table[role].own for role in WAITING) for table in evidence.tables)
-    for table, profile in zip(evidence.tables, evidence.profiles, strict=True):
+    for table, profile, carried_s in zip(evidence.tables, evidence.profiles, evidence.carried, strict=True):
         queued = sum(cost.queued for role, cost in table.items() if role not in WAITING)
-        # While a main thread waits for an exchange, the threads that carry it out may be in the queue.
-        carriers = profile.queued_s / profile.steps - sum(cost.queued for cost in table.values())
-        carriers -= profile.slow_queued_s
-        waits.append(queued + profile.slow_queued_s + min(exchange_s, max(0.0, carriers)))
+        waits.append(queued + profile.slow_queued_s + carried_s)
     rank = argmax(waits)
     seconds = max(0.0, min(waits[rank], evidence.step_s) - throttled_s)
     text = f"the threads of rank {rank} are in the queue for a CPU for {ms(seconds)} of {ms(evidence.step_s)} ms"

@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
             normal=normal,
         )
         report = conclude(diagnosis)
-        report.show()
+        report.show(trials.runner.warnings)
         stacks = folder / "stacks.speedscope.json"
         stacks.write_text(json.dumps(speedscope(diagnosis.evidence.profiles, ran.command)))
         report.write(folder, "diagnosis", [stacks])

@@ -85,6 +85,17 @@ class Evidence:
         return [sum(cost.own for role, cost in table.items() if role not in WAITING) for table in self.tables]
 
     @cached_property
+    def carried(self) -> list[float]:
+        """The seconds of a step in which each rank's exchange waits for threads in the queue for a CPU."""
+        # In what a rank waits beyond this, it waits for a slower one, whatever its threads do meanwhile.
+        exchange_s = min(sum(table[role].own for role in WAITING) for table in self.tables)
+        queued = [
+            profile.queued_s / profile.steps - sum(cost.queued for cost in table.values()) - profile.slow_queued_s
+            for table, profile in zip(self.tables, self.profiles, strict=True)
+        ]
+        return [min(exchange_s, max(0.0, seconds)) for seconds in queued]
+
+    @cached_property
     def step_s(self) -> float:
         """Mean seconds of a step of the normal run."""
         return mean(profile.step_s for profile in self.profiles)

@@ -20,7 +20,7 @@ from hvd_trainer.measure.report import Bar, Bars, Report, Source, Table, Verdict
 from hvd_trainer.tools.diagnose.actions import CAUSES, Action, find_actions
 from hvd_trainer.tools.diagnose.causes import OF_THE_MACHINE, find_candidates, leading
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, SIGMAS, Cause, Evidence, ms
-from hvd_trainer.tools.diagnose.roles import GIL, QUEUE, SLOW, TEXTS
+from hvd_trainer.tools.diagnose.roles import GIL, QUEUE, SLOW, TEXTS, WAITING
 from hvd_trainer.tools.diagnose.switches import Switch, find_switches
 from hvd_trainer.tools.diagnose.trials import RUN_S, steps_of
 from hvd_trainer.utils.text import COMMAND, plural
@@ -169,9 +169,12 @@ def _step_bars(diagnosis: Diagnosis) -> Bars:
     evidence, bars = diagnosis.evidence, []
     for rank, (profile, table) in enumerate(zip(evidence.profiles, evidence.tables, strict=True)):
         seconds = defaultdict[str, float](float)
+        waits_s = sum(table[role].own for role in WAITING)
+        carried = evidence.carried[rank] / waits_s if waits_s else 0.0
         for role, cost in table.items():
-            seconds[TEXTS.get(role, role)] += cost.own
-            seconds[TEXTS[QUEUE]] += cost.queued
+            queued_s = carried * cost.own if role in WAITING else cost.queued
+            seconds[TEXTS.get(role, role)] += cost.own + cost.queued - queued_s
+            seconds[TEXTS[QUEUE]] += queued_s
             seconds[TEXTS[GIL]] += cost.gil
         seconds[TEXTS[QUEUE]] += profile.slow_queued_s
         small = [name for name, part_s in seconds.items() if part_s < MIN_PART * profile.step_s]

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         traces = [run.trace for run in runs if run.trace is not None]
         pairs = [Pair.compare(one, other, options.tolerance) for one, other in combinations(traces, 2)]
         report = conclude(runs, pairs, folder, runner.warnings, ran)
-        report.show()
+        report.show(runner.warnings)
         report.write(folder, "parity")
     if not all(run.done for run in runs):
         return 2

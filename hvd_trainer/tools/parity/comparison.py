@@ -24,8 +24,8 @@ from hvd_trainer.tools.parity.traces import VERSIONS, Moment, Trace
 from hvd_trainer.utils.text import plural
 
 MAX_EVALUATION_ROUNDING = 1e-5
-"""The allowed relative difference of test figures on unequal numbers of ranks: they evaluate in other batches, and
-sum in another order, even where they train the same bits."""
+"""The allowed relative difference of validation figures on unequal numbers of ranks: they evaluate in other
+batches, and sum in another order, even where they train the same bits."""
 RUN_OPTIONS = {"backend", "log_dir"}
 """Options that differ between any two runs."""
 SETUP = "set-up"

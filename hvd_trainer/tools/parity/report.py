@@ -22,7 +22,7 @@ from hvd_trainer.utils.text import plural
 QUANTITY_NAMES = {
     "skipped": "whether the step is left out",
     "optimizer": "the optimizer's state",
-    "evaluation": "the test figures",
+    "evaluation": "the validation figures",
     "steps": "the number of steps",
 }
 """Quantities in words; one that is not listed, such as loss, is called `the loss`."""
@@ -77,7 +77,7 @@ def _notes(traces: Sequence[Trace], pairs: Sequence[Pair], folder: Path) -> Iter
         yield (
             f"Compared: {ranks}. Before the first step and in each of {count}: set-up, "
             f"samples, learning rate, loss, and every bit of gradients, weights ({tensors}), optimizer state and "
-            f"buffers; after an epoch the test figures"
+            f"buffers; after an epoch the validation figures"
         )
     if not all(pair.same for pair in pairs):
         yield f"All values, by rank and step, are in {folder}/*/trace"

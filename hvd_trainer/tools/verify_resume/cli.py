@@ -95,8 +95,8 @@ def verify(trial: ResumedTrial, runner: TrialRunner, *, kills: int, draw: random
     """
     ranks = f"{plural(trial.ranks, 'rank')} on {trial.engine}"
     print(
-        f"one run of {ranks} without a kill, then {plural(kills + 1, 'start')} with {plural(kills, 'kill')}: how "
-        f"long that takes is told after the first",
+        f"one run of {ranks} without a kill, then {plural(kills + 1, 'start')} with {plural(kills, 'kill')}: "
+        f"about 2.5 times as long as one run in all, and {kills} more times its start; in seconds after the first",
         flush=True,
     )
     began = time.monotonic()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +82,31 @@ def test_interval_is_drawn_around_one() -> None:
     assert drawn.each == pytest.approx((6 / 5, 5 / 4, 7 / 6))
     assert drawn.high is not None
     assert REPORT.reach >= drawn.high
+
+
+def test_a_terminal_cuts_no_cell_and_says_no_warning_twice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In 80 columns the names of the rows were gone."""
+    columns = ("", "median step", *["exchange"] * 8)
+    table = Table("Steps", columns, [["horovod", "44.9", *["0.0645"] * 8]])
+    report = replace(REPORT, warnings=["said before", "said now"], tables=[table])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for width in (40, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        report.show(["said before"])
+        out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)  # without its colours
+        assert "horovod 44.9 0.0645" in " ".join(out.split())
+        assert {*" ".join(columns).split()} <= {*out.split()}
+        assert "said before" not in out
+        assert "said now" in out
+    monkeypatch.undo()
+    report.show(["said before"])
+    assert "said before" in capsys.readouterr().out, "a file has all of them"
+
+
+def test_no_line_of_a_command_ends_at_a_hyphen(browser: Any, tmp_path: Path) -> None:
+    REPORT.write(tmp_path, "report")
+    words = open_page(browser, tmp_path / "report.html", 400, "light").locator("header code span")
+    heights = words.evaluate_all("words => words.map(word => word.offsetHeight)")
+    assert max(heights) < 2 * min(heights)

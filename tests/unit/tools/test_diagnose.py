@@ -980,6 +980,17 @@ def test_bars_show_where_the_causes_are_on_each_rank() -> None:
     assert bars.marked == ["exchange, and waiting for other ranks", "fetching data"]
 
 
+def test_bars_hold_the_queue_that_an_exchange_waits_for() -> None:
+    """The headline said 122.3 ms, and the bar 112.0: threads that carry an exchange out were in the first only."""
+    ranks = [make_rank(COMPUTE, reduce_for(30), queued_s=STEPS * 0.02)] * 2
+    report = report_on(Evidence(profiles=ranks, cores=2, machine=BURNING))
+    assert "are in the queue for a CPU for 20.0 of 40.0 ms" in str(report.answer)
+    assert report.bars is not None
+    for bar in report.bars.bars:
+        parts = {"forward": 10, "exchange, and waiting for other ranks": 10, "waiting for a CPU": 20}
+        assert dict(bar.parts) == pytest.approx(parts)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_bars_add_up_to_the_step(name: str) -> None:
     """Headline, bar and table had three times of one step, and a cause could have no colour."""

@@ -155,7 +155,7 @@ def test_steps_are_whole_numbers(written: dict[str, Path]) -> None:
 
 
 def test_each_run_has_a_colour_and_training_a_dash(written: dict[str, Path]) -> None:
-    """Training and test of two runs had four colours, of which none told what belongs together."""
+    """Training and validation of two runs had four colours, of which none told what belongs together."""
     page = written["show"].read_text()
     chart = page.partition(">loss</h3>")[2].partition("</figure>")[0]
     lines = re.findall(r'<path d="[^"]*" clip-path="[^"]*" style="([^"]*)"', chart)
