@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_trainer.measure.chart import TEXT_STYLE, Value, as_element, draw_lines, figure_in
+from hvd_trainer.measure.chart import TEXT_STYLE, Style, Value, as_element, draw_lines, figure_in
 from hvd_trainer.measure.formats import number
 from hvd_trainer.measure.report import Picture
 from hvd_trainer.tools.compare.plan import Axis
@@ -20,6 +20,7 @@ from hvd_trainer.tools.compare.result import Comparison, Result
 
 CELL_WIDTH, CELL_HEIGHT, LETTER_WIDTH, MIN_WIDTH = 0.78, 0.5, 0.07, 4.5
 """Inches, of the heat map."""
+LINEAR = "linear scaling"
 COLOUR_MAP = "viridis"
 """Even in lightness, so that it can be read in grey as well."""
 DARK = 0.65
@@ -37,8 +38,11 @@ def draw_speed(results: Sequence[Result]) -> list[Picture]:
             lines.setdefault(result.trial.series, []).append((result.trial.ranks, rate))
     if all(len(points) == 1 for points in lines.values()):
         return []
-    title, text = "Samples per second by ranks", "Medians of the rounds."
-    return draw_lines(title, text, lines, across="ranks", up="samples/s")
+    first = next(iter(lines.values()))
+    (ranks, rate), styles = first[0], {name: Style(colour) for colour, name in enumerate(lines)}
+    styles[LINEAR], lines[LINEAR] = Style(0, ":"), [(more, rate * more / ranks) for more, _ in first]
+    title, text = "Samples per second by ranks", f"Medians of the rounds; dotted: {LINEAR} of the first."
+    return draw_lines(title, text, lines, across="ranks", up="samples/s", styles=styles)
 
 
 def draw_heat_map(comparison: Comparison) -> list[Picture]:

@@ -300,6 +300,7 @@ def test_heat_map_has_a_row_for_each_combination() -> None:
     assert draw_heat_map(compared(trials_of(ranks="1,2"), [])) == []
     (speed,) = draw_speed(compared(trials_of(ranks="1,2"), [run_of(t) for t in trials_of(ranks="1,2")]).results)
     assert ">ranks<" in speed.svg
+    assert ">linear scaling<" in speed.svg
     trial = only(ranks="2")
     assert draw_speed(compared([trial], [unseen(trial)]).results) == []
 
