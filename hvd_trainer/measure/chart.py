@@ -100,12 +100,14 @@ def draw_lines(
     up: str = "",
     styles: Mapping[str, Style] = MappingProxyType({}),
     marks: Sequence[tuple[float, str]] = (),
+    from_zero: bool = False,
 ) -> list[Picture]:
     """Return a chart of lines by their names; nothing without points, or with more lines than colours.
 
     Args:
         styles: by the names of lines; without any, each has a colour of its own.
         marks: places across, with what happened there; the first of several at one place is named.
+        from_zero: whether heights are compared, so that the axis upwards begins at 0.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -140,6 +142,8 @@ def draw_lines(
         axes.set(xlabel=across, ylabel=up)
         if all(isinstance(x, int) for points in lines.values() for x, _ in points):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if from_zero:
+            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # room for the highest point
         if len(lines) > 1:
             # As labels, names that begin with `_` would be left out.
             handles, _ = axes.get_legend_handles_labels()

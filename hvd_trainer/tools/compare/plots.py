@@ -42,7 +42,7 @@ def draw_speed(results: Sequence[Result]) -> list[Picture]:
     (ranks, rate), styles = first[0], {name: Style(colour) for colour, name in enumerate(lines)}
     styles[LINEAR], lines[LINEAR] = Style(0, ":"), [(more, rate * more / ranks) for more, _ in first]
     title, text = "Samples per second by ranks", f"Medians of the rounds; dotted: {LINEAR} of the first."
-    return draw_lines(title, text, lines, across="ranks", up="samples/s", styles=styles)
+    return draw_lines(title, text, lines, across="ranks", up="samples/s", styles=styles, from_zero=True)
 
 
 def draw_heat_map(comparison: Comparison) -> list[Picture]:

@@ -75,6 +75,7 @@ def run_in(place: str, trial: ResumedTrial, runner: TrialRunner, kill: Kill | No
         run = runner.run(trial, number, place=folder, disturb=strike)
         if run.state == "done":
             raise LaunchError(f"The job ended before the kill: {FEWER}")
+    # No kill came before the undisturbed run, nor before the first start of the other one.
     has_begun = number <= 2 or (folder / "log" / FIRST_STEP).exists()
     if run.state != "done" and not run.figures and (run.state == "killed" or has_begun):
         raise LaunchError(f"The job failed: {run.why(runner.folder)}")

@@ -23,6 +23,7 @@ RANKS_APART = (
     "in the undisturbed run, too, ranks end with other weights than each other: the script may not exchange "
     "gradients. Each rank was compared with itself"
 )
+COLUMNS = ("start", "steps, at least", "s to its first step", "end", "left")
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,7 @@ class Campaign:
         return Report(
             ran=ran,
             verdicts=verdicts,
-            tables=[
-                Table("Each start", ("start", "steps, at least", "s to its first step", "end", "left"), rows, (3,))
-            ],
+            tables=[Table("Each start", COLUMNS, rows, words=(3,), is_open=True)],
             warnings=[*([RANKS_APART] if self.ranks_differ else []), *self.warnings],
             notes=[*notes, TWO_RANKS if self.ranks == 2 else ORDER_OF_SUMS],
         )

@@ -301,6 +301,7 @@ def test_heat_map_has_a_row_for_each_combination() -> None:
     (speed,) = draw_speed(compared(trials_of(ranks="1,2"), [run_of(t) for t in trials_of(ranks="1,2")]).results)
     assert ">ranks<" in speed.svg
     assert ">linear scaling<" in speed.svg
+    assert ">0<" in speed.svg, "1,800 looked like many times 1,000"
     trial = only(ranks="2")
     assert draw_speed(compared([trial], [unseen(trial)]).results) == []
 
