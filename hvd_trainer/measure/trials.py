@@ -139,6 +139,8 @@ class Trial(Protocol):
 
 
 P = TypeVar("P")
+Disturb = Callable[["subprocess.Popen[bytes]"], Mapping[str, Any]]
+"""Takes the process of a run's launcher, and waits for the run's end, which it may bring about."""
 T = TypeVar("T", bound=Trial)
 
 
@@ -241,7 +243,7 @@ class TrialRunner:
         *,
         keep: Path | None = None,
         place: Path | None = None,
-        disturb: Callable[[subprocess.Popen[bytes]], Mapping[str, Any]] | None = None,
+        disturb: Disturb | None = None,
     ) -> RunRecord:
         """Run a trial as a user would start it, end all its processes, record it, and return the record.
 
@@ -252,8 +254,7 @@ class TrialRunner:
             keep: where the run's log folder is moved, however the run ends.
             place: a folder inside the tool's, where the run finds what earlier ones have saved; None: it has a
                 working folder of its own.
-            disturb: takes the launcher's process, waits for the run's end, and returns the figures of a run that
-                it has killed; none of one that has ended by itself.
+            disturb: returns the figures of a run that it has killed; none of one that has ended by itself.
         """
         if self.is_done(trial.identity, round_):
             return self.last[key_of(trial.identity), round_]
@@ -266,16 +267,8 @@ class TrialRunner:
         shutil.rmtree(log, ignore_errors=True)  # of an earlier run in this place
         for name in ("output", "error.json"):
             (place / name).unlink(missing_ok=True)
-        killed: Mapping[str, Any] = {}
         try:
-            start, output = in_own_folder(trial.start(log), place), place / "output"
-            warn = partial(self._warn_of_outside, place)
-            if disturb is None:
-                code = run_to_end(start, self.folder, output, limit_s=limit, meanwhile=warn)
-            else:
-                with launched(start, self.folder, output) as process:
-                    killed, code = disturb(process), process.poll()
-                warn()
+            code, killed = self._run_in(place, trial, limit, disturb)
             seconds = round(time.monotonic() - began, 2)
             figures = trial.read(log) if code == 0 and not killed else None
         finally:
@@ -310,6 +303,19 @@ class TrialRunner:
         self.last[run.key, round_] = run
         clear(self.folder)
         return run
+
+    def _run_in(
+        self, place: Path, trial: Trial, limit_s: float, disturb: Disturb | None
+    ) -> tuple[int | None, Mapping[str, Any]]:
+        """Run a trial in a folder; return its exit code, None past the limit, and the figures of a killed run."""
+        start, output = in_own_folder(trial.start(place / "log"), place), place / "output"
+        warn = partial(self._warn_of_outside, place)
+        if disturb is None:
+            return run_to_end(start, self.folder, output, limit_s=limit_s, meanwhile=warn), {}
+        with launched(start, self.folder, output) as process:
+            killed, code = disturb(process), process.poll()
+        warn()
+        return code, killed
 
     def _warn_of_outside(self, place: Path) -> None:
         """Warn of what the present run writes outside of its place, once for each path."""
