@@ -99,7 +99,7 @@ def signs(num: int) -> TensorData:
 def fit_small(engine: str, callbacks: Sequence[Callback] = (), **options: Any) -> list[Any]:
     """Train a small network; return the digest of its weights, and the rank's place on its node and the nodes'."""
     usual = {"epochs": 4, "batch_size": 4, "seed": 3, "device": "cpu", "callbacks": callbacks}
-    trained = train(engine, with_norm, signs(48), signs(12), **usual, **options)
+    trained = train(engine, with_norm, signs(48), signs(12), **usual | options)
     world = trained.world
     return [trained.weights, [world.local_rank, world.local_size, world.node_rank, world.num_nodes]]
 
