@@ -12,7 +12,7 @@ import digits_job
 import pytest
 import torch
 from combinations import case, each_pair
-from launchers import OWN_FRAME, REPOSITORY, SUPPORT, requires, run_ranks, start
+from launchers import OWN_FRAME, REPOSITORY, SUPPORT, in_ranks, requires, start
 from torch import nn
 from trainings import options_of, signs
 
@@ -133,7 +133,7 @@ def threads_of_a_held_model(backend: str) -> tuple[int, tuple[bool, list[str]]]:
 
 @pytest.mark.parametrize("use", [threads_of_a_trainer, threads_of_a_held_model])
 def test_ddp_leaves_no_gloo_threads(use) -> None:
-    for inside, after in run_ranks(use, num_processes=2, args=("ddp",)):
+    for _, (inside, after) in in_ranks(2, use, "ddp"):
         assert inside
         assert after == []
 

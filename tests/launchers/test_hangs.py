@@ -126,29 +126,19 @@ def check_stuck(printed: str, script: Path, who: int, ranks: int) -> None:
     assert f'/script.py", line {line_of(script, "# stuck")}' in printed, printed
 
 
-@pytest.mark.parametrize(
-    ("ranks", "engine"),
-    [case(2, "ddp"), case(3, "ddp", when="long"), case(3, "horovod"), case(4, "ddp", when="long")],
-)
+@pytest.mark.parametrize(("ranks", "engine"), [case(3, "ddp"), case(3, "horovod"), case(4, "ddp", when="long")])
 def test_ranks_that_wait_under_different_names(ranks: int, engine: str, tmp_path: Path) -> None:
     """It never ended: rounds in which nothing is agreed on counted as progress."""
     script = write(tmp_path, HVD.format(api="horovod.torch") + HVD_SCRIPTS["other names"])
     printed = run(ranks, engine, script, who=0)
     assert "waits for the others and they for it: under other names" in printed
-    others = f"rank{'s' if ranks > 2 else ''} {', '.join(map(str, range(1, ranks)))}"
+    others = f"ranks {', '.join(map(str, range(1, ranks)))}"
     waits = {0: f"collective, waits for . s in allreduce.a for {others}", 1: "in allreduce.b for rank 0"}
     check_waits(printed, waits)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "engine", "who"),
-    [
-        case(2, "ddp", 1),
-        case(3, "ddp", 0),
-        case(3, "ddp", 2, when="long"),
-        case(3, "horovod", 1),
-        case(4, "horovod", 0, when="long"),
-    ],
+    ("ranks", "engine", "who"), [case(3, "ddp", 0), case(3, "horovod", 1), case(4, "horovod", 0, when="long")]
 )
 def test_rank_that_is_stuck_with_an_operation_pending(ranks: int, engine: str, who: int, tmp_path: Path) -> None:
     """Its background thread's rounds made it a rank that waits, and counted as its progress."""
@@ -183,13 +173,7 @@ def test_rank_that_is_stuck_in_its_own_code(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "engine", "who"),
-    [
-        case(2, "ddp", 1),
-        case(3, "ddp", 0),
-        case(3, "horovod", 1),
-        case(4, "horovod", 3, when="long"),
-    ],
+    ("ranks", "engine", "who"), [case(3, "ddp", 0), case(3, "horovod", 1), case(4, "horovod", 3, when="long")]
 )
 def test_rank_that_does_not_come_within_the_time_limit_of_a_group(
     ranks: int, engine: str, who: int, tmp_path: Path
@@ -228,7 +212,7 @@ def test_ranks_that_call_different_operations(
 
 
 @pytest.mark.warm(False)
-@pytest.mark.parametrize(("ranks", "who"), [(2, 0), (3, 1), case(3, 2, when="long")])
+@pytest.mark.parametrize(("ranks", "who"), [(3, 1), case(2, 0, when="long")])
 def test_rank_that_a_fatal_signal_ends(ranks: int, who: int, tmp_path: Path) -> None:
     """Gloo does so where tensors differ in size, and the report took it for kill -9."""
     script = write(tmp_path, TORCH.format(limit=None) + ABORTS)

@@ -18,7 +18,7 @@ import process_tree
 import psutil
 import pytest
 from combinations import case
-from launchers import REPOSITORY, Result, launch, start
+from launchers import REPOSITORY, Result, launch, start, write_script
 from requirements import requires
 from waiting import wait_for
 
@@ -88,9 +88,7 @@ MNIST = REPOSITORY.parent / "shared" / "data" / "mnist"
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    path = tmp_path / "script.py"
-    path.write_text(TORCH_SCRIPT)
-    return path
+    return write_script(tmp_path / "script.py", TORCH_SCRIPT)
 
 
 SHELLS = {
@@ -115,9 +113,7 @@ def test_ranks_that_are_asked_for_are_started_in_any_shell(shell: str, size: int
 
 @pytest.fixture
 def horovod_script(tmp_path: Path) -> Path:
-    path = tmp_path / "train.py"
-    path.write_text(HOROVOD_SCRIPT)
-    return path
+    return write_script(tmp_path / "train.py", HOROVOD_SCRIPT)
 
 
 def run(*words: object, check: bool = True, launcher: str = "python", ranks: int = 1) -> Result:
@@ -410,8 +406,7 @@ SMALL_SCRIPTS = [
 
 @pytest.mark.parametrize(("text", "words", "code", "said"), SMALL_SCRIPTS)
 def test_small_script(text: str, words: tuple[object, ...], code: int, said: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(f"{text}\n")
+    script = write_script(tmp_path / "train.py", f"{text}\n")
     result = run(*words, "--", script, check=False)
     assert result.returncode == code
     count = (result.stdout + result.stderr).count(said)
@@ -456,8 +451,7 @@ except RuntimeError as error:
 )
 def test_horovod_run(words: str, start: int, code: int, said: str, tmp_path: Path) -> None:
     """Return the results in rank order, or say which rank failed, or what it has no use for."""
-    script = tmp_path / "caller.py"
-    script.write_text(CALLER.format(words=words, start=start))
+    script = write_script(tmp_path / "caller.py", CALLER.format(words=words, start=start))
     result = run("--", script, check=False)
     assert result.returncode == code, result.stderr
     assert said in result.stdout + result.stderr
@@ -467,8 +461,7 @@ def test_horovod_run(words: str, start: int, code: int, said: str, tmp_path: Pat
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_mistake_in_the_script_is_told_once_as_python_tells_it(launcher: str, tmp_path: Path) -> None:
     """Each rank printed it, with the frames of this package."""
-    script = tmp_path / "train.py"
-    script.write_text("import os\nreturn 3\n")
+    script = write_script(tmp_path / "train.py", "import os\nreturn 3\n")
     plain = launch("python", 1, [str(script)], check=False)
     words = ("-np", 2) if launcher == "python" else ()
     result = run(*words, "--", script, launcher=launcher, ranks=1 if words else 2, check=False)
@@ -480,8 +473,9 @@ def test_mistake_in_the_script_is_told_once_as_python_tells_it(launcher: str, tm
 
 def test_mistake_of_the_user_ends_all_ranks_at_once(tmp_path: Path) -> None:
     """The other ranks waited to be ended, and what was to end them waited for them, for 10 s."""
-    script = tmp_path / "train.py"
-    script.write_text("import sys, time\nprint(time.time())\nimport horovod.tensorflow\n")
+    script = write_script(
+        tmp_path / "train.py", "import sys, time\nprint(time.time())\nimport horovod.tensorflow\n"
+    )
     result = run("-np", 2, "--", script, check=False)
     assert result.returncode == 2
     assert time.time() - max(map(float, result.stdout.split())) < 8
@@ -565,8 +559,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("asked", [["gloo"], []])
 def test_groups_have_the_name_of_the_backend_that_the_script_asked_for(asked: list[str], tmp_path: Path) -> None:
     """Scripts assert that it is gloo or nccl, and take another way where it is neither."""
-    script = tmp_path / "names.py"
-    script.write_text(NAMES_SCRIPT)
+    script = write_script(tmp_path / "names.py", NAMES_SCRIPT)
     ddp, horovod = (run("-np", 2, "--backend", engine, "--", script, *asked) for engine in ("ddp", "horovod"))
     assert sorted(horovod.stdout.splitlines()) == sorted(ddp.stdout.splitlines())
     assert "by ['horovod', 'horovod', " in horovod.stderr
@@ -663,8 +656,7 @@ ENDING = {
 )
 def test_rank_that_ends_while_others_wait_for_it_is_named(api: str, engine: str, how: str, tmp_path: Path) -> None:
     """It ended regularly and kept its connections, so that the others waited for as long as they may."""
-    script = tmp_path / "script.py"
-    script.write_text(ENDING[api])
+    script = write_script(tmp_path / "script.py", ENDING[api])
     result = run("-np", 2, "--backend", engine, "--", script, how, check=False)
     assert result.returncode == 1, result.stderr
     first = 1 if how == "exit" else 0
@@ -697,8 +689,7 @@ print(f"saved by {rank}")
 
 @pytest.mark.parametrize("engine", [case("ddp"), case("horovod")])
 def test_ranks_go_on_without_one_that_has_made_all_their_exchanges(engine: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(ALONE_SCRIPT)
+    script = write_script(tmp_path / "script.py", ALONE_SCRIPT)
     output = run("-np", 3, "--backend", engine, "--", script).stdout
     assert sorted(output.split("\n")) == ["", "saved by 0", "saved by 1"]
 
@@ -721,8 +712,7 @@ print("done")
 
 def test_slow_job_is_reported_once_and_goes_on(tmp_path: Path) -> None:
     """Without a time limit on the command line, `run` ends no job."""
-    script = tmp_path / "script.py"
-    script.write_text(SLOW_SCRIPT)
+    script = write_script(tmp_path / "script.py", SLOW_SCRIPT)
     result = run("-np", 2, "--", script)
     assert result.stdout == "done\n" * 2
     (said,) = re.findall("no progress, and the job continues: rank 1 of 2 .*", result.stderr)
@@ -765,8 +755,7 @@ def test_output_steps_and_exchanges_are_progress(
     api: str, start: str, exchange: str, engine: str, tmp_path: Path
 ) -> None:
     """A loop that spends nearly all its time at one line was taken for a rank that is stuck there."""
-    script = tmp_path / "script.py"
-    script.write_text(BUSY_SCRIPT.format(api=api, start=start, exchange=exchange))
+    script = write_script(tmp_path / "script.py", BUSY_SCRIPT.format(api=api, start=start, exchange=exchange))
     run("-np", 2, "--timeout-s", 3, "--backend", engine, "--", script)
 
 
@@ -789,8 +778,7 @@ for _ in range(4):
 @pytest.mark.parametrize("api", ["hvd", "torch"])
 def test_horovod_starts_again_in_one_process(api: str, tmp_path: Path) -> None:
     """Ranks that were quick found the addresses of the start before, and hung or aborted."""
-    script = tmp_path / "script.py"
-    script.write_text(AGAIN_SCRIPT)
+    script = write_script(tmp_path / "script.py", AGAIN_SCRIPT)
     assert run("-np", 3, "--backend", "horovod", "--", script, api).stdout == "3\n" * 12
 
 
@@ -821,8 +809,7 @@ time.sleep(float(sys.argv[1]))
 @pytest.mark.parametrize("ending", ["end", *(case(name, when="long") for name in ("SIGTERM", "guard")), "SIGKILL"])
 def test_only_daemons_outlive_the_command(ending: str, tmp_path: Path) -> None:
     """What its ranks had started lived on, for as long as it liked."""
-    script = tmp_path / "script.py"
-    script.write_text(STARTS_OTHERS)
+    script = write_script(tmp_path / "script.py", STARTS_OTHERS)
     argv = ["-m", "hvd_trainer", "run", "-np", "2", "--", str(script), "0" if ending == "end" else "600"]
     with start("python", 1, argv) as job:
         job.wait_for_output("started", count=2)
@@ -877,8 +864,7 @@ print("trained\\n", end="", flush=True)
 
 def test_script_that_spawns_its_ranks_is_told_to_start_once(tmp_path: Path) -> None:
     """It ended in tracebacks that did not say why."""
-    script = tmp_path / "train.py"
-    script.write_text(SPAWNS)
+    script = write_script(tmp_path / "train.py", SPAWNS)
     result = run("-np", 2, "--", script, "one", check=False)
     assert result.returncode == 2
     assert re.search(
@@ -925,15 +911,13 @@ if __name__ == "__main__":
 )
 def test_script_may_be_one_of_the_ranks_that_it_starts(engine: str, method: str, how: str, tmp_path: Path) -> None:
     """It was told that it is rank 0 of 1; by variables it trained alone, and the other rank waited for it."""
-    script = tmp_path / "train.py"
-    script.write_text(OWN_RANKS)
+    script = write_script(tmp_path / "train.py", OWN_RANKS)
     result = run("--backend", engine, "--", script, digits_job.free_port(), method, how)
     assert result.stdout == f"3 by {'gloo' if engine == 'ddp' else engine}\n" * 2
 
 
 def test_ranks_that_train_alone_are_told_at_the_start(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TAKES_RANK)
+    script = write_script(tmp_path / "train.py", TAKES_RANK)
     result = run("-np", 2, "--", script)
     first, second = result.stderr.splitlines()
     assert f"Type: ... -- {script} --local_rank {{local_rank}}" in first

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from combinations import case, each_launcher
-from launchers import requires, run_ranks
+from launchers import in_ranks, requires, run_ranks
 from torch import Tensor, nn
 
 pytestmark = [requires("horovod"), pytest.mark.warm]
@@ -214,18 +215,17 @@ def check_collectives(group: dist.ProcessGroup | None, size: int) -> None:
     dist.barrier(group=group)
 
 
-def collectives() -> tuple[int, Any]:
+def collectives() -> None:
     with job() as (rank, size):
         assert (dist.get_backend(), os.environ.get("HOROVOD_RANK")) == ("horovod", None)
         check_collectives(None, size)
-        return rank, None
 
 
 def test_collectives_give_what_they_should() -> None:
-    run_ranks(collectives, num_processes=2)
+    in_ranks(2, collectives)
 
 
-def groups() -> tuple[int, Any]:
+def groups() -> None:
     with job() as (rank, size):
         lists = [[1, 2], [0, 1, 3], [0, 2, 3], [3], list(range(size)), [1, 2]]
         made = [(ranks, dist.new_group(ranks)) for ranks in lists]
@@ -250,15 +250,14 @@ def groups() -> tuple[int, Any]:
             check_collectives(dist.new_group([1, 3], use_local_synchronization=True), 2)
         dist.destroy_process_group(made[0][1])
         dist.barrier()
-        return rank, None
 
 
 def test_groups_are_process_sets() -> None:
     # 8 s on two idle cores, 40 s beside four others of its kind: four ranks make many groups.
-    run_ranks(groups, num_processes=4, timeout_s=240)
+    in_ranks(4, groups)
 
 
-def uneven_groups() -> tuple[int, Any]:
+def uneven_groups() -> None:
     """Make more kinds of operations than are counted, some of them in a group that one rank is not in."""
     from hvd_trainer.c10d import context
 
@@ -269,12 +268,11 @@ def uneven_groups() -> tuple[int, Any]:
             dist.all_reduce(torch.ones(length), group=pair)
         for length in [1, 2, 3, 4] * 3:
             dist.all_reduce(torch.ones(length))
-        return rank, None
 
 
 def test_ranks_count_the_operations_of_each_group() -> None:
     """All counts began anew on a rank with more groups, and from then on no name was the same as elsewhere."""
-    run_ranks(uneven_groups, num_processes=3)
+    in_ranks(3, uneven_groups)
 
 
 def started_twice() -> tuple[int, Any]:
@@ -304,7 +302,7 @@ def test_ranks_that_are_spawned_find_each_other_by_a_file(tmp_path: Path) -> Non
 # Asynchronous operations.
 
 
-def asynchronous() -> tuple[int, Any]:
+def asynchronous() -> None:
     with job() as (rank, size):
         works = [dist.all_reduce(torch.full((4,), float(i)), async_op=True) for i in range(50)]
         for number, work in reversed(list(enumerate(works))):
@@ -322,14 +320,13 @@ def asynchronous() -> tuple[int, Any]:
         late = dist.broadcast(torch.ones(1), 0, async_op=True)
         late.wait()
         assert late.get_future().wait()[0].item() == 1
-        return rank, None
 
 
 def test_operations_are_asynchronous_and_have_futures() -> None:
-    run_ranks(asynchronous, num_processes=2)
+    in_ranks(2, asynchronous)
 
 
-def pending() -> tuple[int, Any]:
+def pending() -> None:
     """Begin many operations of one shape while one rank is late, and wait for the last one only."""
     with job() as (rank, size):
         store = dist.distributed_c10d._get_default_store()
@@ -344,15 +341,14 @@ def pending() -> tuple[int, Any]:
         for work in works:
             work.wait()
         assert [tensor[0].item() for tensor in tensors] == [float(number * size) for number in range(5000)]
-        return rank, None
 
 
 def test_thousands_of_operations_wait_for_a_late_rank() -> None:
     """The 700th of a name was a RecursionError."""
-    run_ranks(pending, num_processes=3)
+    in_ranks(3, pending)
 
 
-def monitored() -> tuple[int, Any]:
+def monitored() -> Any:
     with job() as (rank, size):
         limit = datetime.timedelta(seconds=20)
         dist.monitored_barrier(timeout=limit)
@@ -365,12 +361,12 @@ def monitored() -> tuple[int, Any]:
         if rank != 0:
             for _ in range(2):
                 texts.append(refusal(dist.monitored_barrier, timeout=limit / 200))
-        return rank, texts
+        return texts
 
 
 def test_monitored_barrier_names_ranks_that_are_missing() -> None:
     """Gloo, not yet connected to them, waited for them for the group's 30 minutes."""
-    first, *others = run_ranks(monitored, num_processes=3)
+    first, *others = in_ranks(3, monitored)
     assert "Rank 1 failed to pass monitoredBarrier in 100 ms" in first[0]
     assert "Ranks 1, 2 failed to pass monitoredBarrier in 100 ms" in first[1]
     assert "Rank 0 timed out in monitoredBarrier: Rank 1 failed to pass monitoredBarrier in 0 ms" in first[2]
@@ -439,59 +435,62 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def digests(backend: str) -> tuple[int, Any]:
-    with job(backend) as (rank, _):
-        return rank, [train(**case, num_steps=6) for case in CASES]
+def join_uneven() -> str:
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    with model.join():
+        for _ in range(3 + 2 * dist.get_rank()):
+            model.zero_grad()
+            model(torch.randn(4, 3)).sum().backward()
+    return digest(model)
+
+
+def train_sharded() -> list[float]:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.Adam(model.parameters())
+    torch.manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(3):
+        loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_all(backend: str) -> dict[str, Any]:
+    with job(backend):
+        digests = [train(**case, num_steps=6) for case in CASES]
+        return {"ddp": digests, "sharded": train_sharded(), "uneven": join_uneven()}
+
+
+@cache
+def trained(backend: str, size: int = 2) -> list[dict[str, Any]]:
+    return in_ranks(size, train_all, backend)
 
 
 @pytest.mark.parametrize("size", [2, case(3, when="long")])
 def test_ddp_gives_the_bits_of_gloo(size: int) -> None:
-    horovod, gloo = (run_ranks(digests, num_processes=size, args=(backend,)) for backend in ("horovod", "gloo"))
     for number, how in enumerate(CASES):
-        assert len({its[number] for its in (*horovod, *gloo)}) == 1, how
-
-
-def uneven(backend: str) -> tuple[int, Any]:
-    from torch.nn.parallel import DistributedDataParallel
-
-    with job(backend) as (rank, _):
-        torch.manual_seed(0)
-        model = DistributedDataParallel(nn.Linear(3, 2))
-        with model.join():
-            for _ in range(3 + 2 * rank):
-                model.zero_grad()
-                model(torch.randn(4, 3)).sum().backward()
-        return rank, digest(model)
+        runs = [*trained("horovod", size), *trained("gloo", size)]
+        assert len({its["ddp"][number] for its in runs}) == 1, how
 
 
 def test_ranks_join_with_uneven_data() -> None:
-    assert len(set(run_ranks(uneven, num_processes=2, args=("horovod",)))) == 1
-
-
-def sharded(backend: str) -> tuple[int, Any]:
-    from torch.distributed.fsdp import fully_shard
-
-    with job(backend) as (rank, _):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-        for layer in (model[0], model[2], model):
-            fully_shard(layer, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
-        optimizer = torch.optim.Adam(model.parameters())
-        torch.manual_seed(rank)
-        losses = []
-        for _ in range(3):
-            loss = model(torch.randn(4, 8)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return rank, losses
+    assert len({its["uneven"] for its in trained("horovod")}) == 1
 
 
 def test_fsdp2_trains_as_on_gloo() -> None:
-    horovod, gloo = (run_ranks(sharded, num_processes=2, args=(backend,)) for backend in ("horovod", "gloo"))
-    for ours, theirs in zip(horovod, gloo, strict=True):
-        assert ours == pytest.approx(theirs)
+    for ours, theirs in zip(trained("horovod"), trained("gloo"), strict=True):
+        assert ours["sharded"] == pytest.approx(theirs["sharded"])
 
 
 def fabric() -> tuple[int, Any]:
@@ -539,7 +538,7 @@ def test_libraries_on_top_of_ddp_run_on_it(library: str, function: Any) -> None:
 # Mistakes.
 
 
-def late() -> tuple[int, Any]:
+def late() -> Any:
     """Return the errors of a rank that waits for one that does not come to a step of DDP."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -548,22 +547,22 @@ def late() -> tuple[int, Any]:
         store = dist.distributed_c10d._get_default_store()
         if rank == 0:
             store.wait(["has failed"], datetime.timedelta(seconds=60))
-            return rank, []
+            return []
         dist.group.WORLD.set_timeout(datetime.timedelta(seconds=1))
         texts = [refusal(model(torch.ones(1, 3)).sum().backward)]
         texts.append(refusal(dist.all_reduce(torch.ones(7), async_op=True).get_future().wait))
         store.set("has failed", "")
-        return rank, texts
+        return texts
 
 
 def test_an_operation_that_ddp_waits_for_in_vain_is_an_error() -> None:
     """It was a SIGSEGV: to C++, an exception that Python had put into a future was the tensors."""
-    for text in run_ranks(late, num_processes=2)[1]:
+    for text in in_ranks(2, late)[1]:
         assert "DistBackendError: all_reduce of SUM float32" in text
         assert "Timed out after 1 s: other ranks have not called it" in text
 
 
-def mistakes() -> tuple[int, Any]:
+def mistakes() -> Any:
     with job() as (rank, size):
         texts = {
             "splits": refusal(dist.all_to_all_single, torch.zeros(3), torch.zeros(3)),
@@ -575,11 +574,11 @@ def mistakes() -> tuple[int, Any]:
         texts["shapes"] = refusal(work.wait, datetime.timedelta(seconds=0.5))
         ones = torch.ones(3)  # no other operation has this shape
         dist.all_reduce(ones)
-        return rank, (texts, ones[0].item())
+        return texts, ones[0].item()
 
 
 def test_mistakes_are_errors_and_the_job_goes_on() -> None:
-    for rank, (texts, ones) in enumerate(run_ranks(mistakes, num_processes=2)):
+    for rank, (texts, ones) in enumerate(in_ranks(2, mistakes)):
         assert ones == 2
         assert "3 rows, which 2 ranks cannot share" in texts["splits"]
         assert "5 elements for 2 ranks of 2 elements each" in texts["gather"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from launchers import requires, run_ranks
+from launchers import in_ranks, requires
 from torch import Tensor, nn
 from trainings import digest
 
@@ -36,7 +36,7 @@ def compiled_functions(result: Tensor) -> Iterator[Any]:
         waiting += [earlier for earlier, _ in node.next_functions]
 
 
-def train(name: str) -> tuple[int, dict[str, Any]]:
+def train(name: str) -> dict[str, Any]:
     """Train some steps; return the weights and the last step's events: compiled backwards and sent buckets."""
     events: list[str] = []
     with backends.create(EngineOptions(backend=name, bucket_mb=BUCKET_MB)) as backend:
@@ -58,7 +58,7 @@ def train(name: str) -> tuple[int, dict[str, Any]]:
             optimizer.zero_grad()
             if step == 0:
                 _note_sending(backend, events)
-        return backend.world.rank, {"weights": digest(model.state_dict()), "events": list(events)}
+        return {"weights": digest(model.state_dict()), "events": list(events)}
 
 
 def _note_sending(backend: Any, events: list[str]) -> None:
@@ -72,7 +72,7 @@ def _note_sending(backend: Any, events: list[str]) -> None:
 @cache
 def ranks(backend: str) -> list[dict[str, Any]]:
     """Train in three ranks, once for all tests: compiling takes each rank some 10 s."""
-    return run_ranks(train, num_processes=3, args=(backend,), timeout_s=300)
+    return in_ranks(3, train, backend, timeout_s=300)
 
 
 def test_compiled_backward_overlaps_with_the_exchange() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from batch_norm_checks import rounds_its_results_only
 from combinations import case
-from launchers import run_ranks
+from launchers import in_ranks, run_ranks
 from peak_memory import PeakMemory
 from torch import Tensor, nn
 
@@ -578,16 +578,16 @@ def test_arguments_that_ddp_lacks_or_options_set_are_refused(backend: Any, name:
         backends.create(EngineOptions(backend=backend), ddp_kwargs={name: True})
 
 
-def send_more_than_an_int_counts(name: str) -> tuple[int, int]:
+def send_more_than_an_int_counts(name: str) -> int:
     with backends.create(EngineOptions(backend=name)) as backend:  # type: ignore[arg-type]
         value = torch.zeros(2**31 + 2**20, dtype=torch.uint8) if backend.world.is_first else None
         if value is not None:
             value[-1] = 7
-        return backend.world.rank, int(backend.collectives.broadcast_object(value)[-1])  # type: ignore[index]
+        return int(backend.collectives.broadcast_object(value)[-1])  # type: ignore[index]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_values_above_two_gib_are_sent(backend: str) -> None:
     """Horovod counts bytes in an int, and aborted."""
-    assert run_ranks(send_more_than_an_int_counts, num_processes=2, args=(backend,)) == [7, 7]
+    assert in_ranks(2, send_more_than_an_int_counts, backend) == [7, 7]

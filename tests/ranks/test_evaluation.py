@@ -7,24 +7,25 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from combinations import case
-from launchers import run_ranks
+from launchers import in_ranks
 from records import lines
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from trainings import StopAfter, StoppedError, digest, fit, options_of, signs
+from trainings import digest, fit, options_of, signs, train
 
-from hvd_trainer import Callback, OptionError, PreemptedError, RunView, Trainer, accuracy
+from hvd_trainer import Callback, OptionError, PreemptedError, RunView, Trainer, accuracy, detect
 
 pytestmark = pytest.mark.warm
 
 ENGINES = [case("ddp"), case("horovod")]
+WORLDS = [case("single", 1), case("ddp", 3), case("horovod", 3)]
 NUM, BATCH = 30, 4
 EVALUATED = 150
 """Batches of rank 0's validation data."""
@@ -102,50 +103,40 @@ class Unequal(IterableDataset[tuple[Tensor, Tensor]]):
             yield sample
 
 
-def train(backend: str, folder: str | None, signals: int | None = None, **options: Any) -> dict[str, Any]:
-    """Train until the end, or until a signal in an evaluation; return what this rank then has."""
-    chosen = {"epochs": 3, "batch_size": BATCH, "workers": 0, "log_dir": folder, "save_every_s": None, **options}
-    history: Any = ()
-    with suppress(PreemptedError), Trainer(options_of(backend, **chosen)) as trainer:
-        rank, size = trainer.world.rank, trainer.world.size
-        model, data = Restless(), Unequal(rank, size, signals)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        loss = nn.CrossEntropyLoss()
-        metrics = {"mean": Mean()}
-        history = trainer.fit(model, optimizer, loss, signs(NUM), data, metrics=metrics)
-    names = [f"{split}_{name}" for split in ("train", "val") for name in ("loss", *metrics)]
-    return {
-        "rank": rank,
-        "weights": digest(model.state_dict()),
-        "records": [[record[name] for name in (*names, "step", "samples")] for record in history],
-        "taken": data.taken,
-    }
+def follow(backend: str, folder: str, signals: int | None = None, **options: Any) -> dict[str, Any]:
+    """Train until the end, or a signal in a pass over the validation data; return what this rank then has."""
+    world = detect(os.environ)
+    data = Unequal(world.rank, world.size, signals)
+    how = {"epochs": 3, "batch_size": BATCH, "workers": 0, "log_dir": folder, "save_every_s": None, **options}
+    momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    try:
+        samples = signs(20 * world.size)
+        trained = train(backend, Restless, samples, data, optimizer=momentum, metrics={"mean": Mean()}, **how)
+    except PreemptedError:
+        return {"taken": data.taken}
+    figures = ("train_loss", "train_mean", "val_loss", "val_mean", "step", "samples")
+    return {"weights": trained.weights, "records": trained.records(*figures), "passes": data.passes}
 
 
-def disturbed_and_not(backend: str, folder: str, options: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def disturbed_and_not(backend: str, folder: str) -> list[dict[str, Any]]:
     """Train undisturbed, and stopped in the second evaluation and resumed."""
-    runs = {
-        "whole": train(backend, f"{folder}/whole", **options),
-        "stopped": train(backend, f"{folder}/parts", signals=2, **options),
-        "resumed": train(backend, f"{folder}/parts", resume="auto", **options),
-    }
-    return runs["whole"]["rank"], runs
+    parts = f"{folder}/parts"
+    return [
+        follow(backend, f"{folder}/whole"),
+        *(follow(backend, parts, signals=2), follow(backend, parts, resume="auto")),
+    ]
 
 
-@pytest.mark.parametrize("backend", ENGINES)
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("backend", "size"), WORLDS)
 def test_signal_stops_an_evaluation(backend: str, size: int, tmp_path: Path) -> None:
     """It was heard after the evaluation; ranks that have no batch left stop with the others.
 
     What the evaluation had drawn and averaged until then is not part of the save.
     """
-    args = (backend, str(tmp_path), {})
-    for rank in run_ranks(disturbed_and_not, num_processes=size, args=args):
-        assert rank["stopped"]["records"] == []
-        assert rank["stopped"]["taken"] < EVALUATED / 2
-        assert rank["resumed"]["weights"] == rank["whole"]["weights"]
-        assert rank["resumed"]["records"] == rank["whole"]["records"]
-        assert math.isfinite(rank["whole"]["records"][-1][0])
+    for whole, stopped, resumed in in_ranks(size, disturbed_and_not, backend, str(tmp_path)):
+        assert stopped["taken"] < EVALUATED / 2
+        assert (resumed["weights"], resumed["records"]) == (whole["weights"], whole["records"])
+        assert math.isfinite(whole["records"][-1][0])
 
 
 # trainer.evaluate
@@ -253,25 +244,27 @@ def evaluated(backend: str, name: str, start: dict[str, Tensor] | None = None) -
             result["after"] = trainer.evaluate(model, data=data, **how)
     names = ("loss", "accuracy", "mean")
     result["records"] = [{name: record[f"val_{name}"] for name in names} for record in history]
-    return {**result, "rank": trainer.world.rank, "inside": inside.inside, "at end": inside.at_end}
+    return {**result, "inside": inside.inside, "at end": inside.at_end}
 
 
-def same_figures(backend: str, names: list[str]) -> tuple[int, dict[str, Any]]:
+def same_figures(backend: str, names: list[str]) -> dict[str, Any]:
     """Train in several ways, with evaluations and without; return figures and weights of both."""
     results = {}
     for name in names:
         results[name] = evaluated(backend, name)
-        rank, start = results[name].pop("rank"), results[name].pop("start")
-        results[name]["undisturbed"] = evaluated(backend, name, start)["weights"]
-    return rank, results
+        results[name]["undisturbed"] = evaluated(backend, name, results[name].pop("start"))["weights"]
+    return results
 
 
-@pytest.mark.parametrize("backend", ENGINES)
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [case("ddp", 1), case("ddp", 3), case("horovod", 4)]
+    + [case(*world, when="long") for world in (("horovod", 1), ("horovod", 3), ("ddp", 4))],
+)
 def test_evaluate_gives_the_figures_of_a_training(backend: str, size: int) -> None:
     """And changes no bit of it, before the first step, between two, and at the end of an epoch."""
     names = [name for name in WAYS if size == 4 or name != "reproducible"]
-    first, *others = run_ranks(same_figures, num_processes=size, args=(backend, names))
+    first, *others = in_ranks(size, same_figures, backend, names)
     assert others == [first] * (size - 1)
     for name in names:
         way = first[name]
@@ -283,7 +276,7 @@ def test_evaluate_gives_the_figures_of_a_training(backend: str, size: int) -> No
         assert way["weights"] == way["undisturbed"], name
 
 
-def evaluate_alone(backend: str) -> tuple[int, dict[str, float]]:
+def evaluate_alone(backend: str) -> dict[str, float]:
     """Evaluate a model that only rank 0 has loaded."""
     with Trainer(options_of(backend, batch_size=BATCH)) as trainer:
         model = Restless().train()
@@ -292,19 +285,18 @@ def evaluate_alone(backend: str) -> tuple[int, dict[str, float]]:
             parameter.data.normal_()
         figures = trainer.evaluate(model, nn.functional.cross_entropy, signs(NUM), metrics={"accuracy": accuracy})
         assert model.training
-    return trainer.world.rank, figures
+    return figures
 
 
 @pytest.mark.parametrize("backend", ENGINES)
 def test_evaluate_without_fit_takes_the_weights_of_rank_0(backend: str) -> None:
-    _, alone = evaluate_alone("single")
-    first, *others = run_ranks(evaluate_alone, num_processes=3, args=(backend,))
+    first, *others = in_ranks(3, evaluate_alone, backend)
     assert others == [first] * 2
-    assert first == pytest.approx(alone, abs=0.05)  # it draws numbers
+    assert first == pytest.approx(evaluate_alone("single"), abs=0.05)  # it draws numbers
     assert first["samples"] == NUM
 
 
-def in_parts(backend: str, **options: Any) -> tuple[int, Any]:
+def in_parts(backend: str, **options: Any) -> tuple[list[Any], dict[str, Any]]:
     """Evaluate a model in parts in a callback; return its figures, those of the record, and the refusal after."""
     chosen = {"epochs": 1, "batch_size": BATCH, "workers": 0, **options}
     with Trainer(options_of(backend, **chosen)) as trainer:
@@ -318,7 +310,7 @@ def in_parts(backend: str, **options: Any) -> tuple[int, Any]:
         with pytest.raises(OptionError, match="evaluate is for whole models, and --.* cuts them: give the data"):
             trainer.evaluate(model, data=signs(NUM), **how)
     record = {"loss": history[-1]["val_loss"], "accuracy": history[-1]["val_accuracy"], "samples": NUM}
-    return trainer.world.rank, (inside.at_end, record)
+    return inside.at_end, record
 
 
 @pytest.mark.parametrize(
@@ -332,7 +324,7 @@ def in_parts(backend: str, **options: Any) -> tuple[int, Any]:
     ids=str,
 )
 def test_callback_evaluates_a_model_in_parts(backend: str, size: int, options: dict[str, Any]) -> None:
-    for at_end, record in run_ranks(in_parts, num_processes=size, args=(backend,), kwargs=options):
+    for at_end, record in in_ranks(size, in_parts, backend, **options):
         assert at_end == [record]
 
 
@@ -357,41 +349,11 @@ class Counting(Callback):
         self.count = state["count"]
 
 
-def often(
-    backend: str,
-    folder: str | None,
-    counting: Counting | None = None,
-    *,
-    signals: int | None = None,
-    stop_after: int | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """Train with an evaluation after each third step, until the end, a signal or a step.
-
-    Returns:
-        What this rank then has.
-    """
-    usual = {"evaluate_every_steps": 3, "epochs": 2, "batch_size": BATCH, "workers": 0, "save_every_s": None}
-    chosen = {"log_dir": folder, **usual, **options}
-    history: Any = ()
-    with suppress(PreemptedError), Trainer(options_of(backend, **chosen)) as trainer:
-        rank, size = trainer.world.rank, trainer.world.size
-        model, data = Restless(), Unequal(rank, size, signals)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        metrics = {"mean": Mean()}
-        loss = nn.functional.cross_entropy
-        callbacks = [StopAfter(stop_after)] if counting is None else [counting, StopAfter(stop_after)]
-        data_of = signs(20 * size), data
-        with suppress(StoppedError):
-            history = trainer.fit(model, optimizer, loss, *data_of, metrics=metrics, callbacks=callbacks)
-    names = [f"{split}_{name}" for split in ("train", "val") for name in ("loss", *metrics)]
-    return {
-        "rank": rank,
-        "weights": digest(model.state_dict()),
-        "records": [[record[name] for name in (*names, "step", "samples")] for record in history],
-        "passes": data.passes,
-        "count": 0 if counting is None else counting.count,
-    }
+def often(backend: str, folder: str, last: int | None = None, **options: Any) -> dict[str, Any]:
+    """Train with an evaluation after each third step; return what this rank then has, and how many there were."""
+    counting = Counting(last)
+    how = {"evaluate_every_steps": 3, "epochs": 2, "callbacks": [counting], **options}
+    return follow(backend, folder, **how) | {"count": counting.count}
 
 
 def figures_of(folder: Path, event: str) -> list[list[Any]]:
@@ -399,7 +361,7 @@ def figures_of(folder: Path, event: str) -> list[list[Any]]:
     return [[line[name] for name in names] for line in lines(folder, event)]
 
 
-def often_and_not(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
+def often_and_not(backend: str, folder: str) -> dict[str, Any]:
     """Train two epochs of five steps with evaluations and without, and in parts that end in several places."""
     in_evaluation = {"signals": 3}  # that after step 6, of those after steps 3, 5, 6, 9 and 10
     parts: dict[str, list[dict[str, Any]]] = {
@@ -409,21 +371,20 @@ def often_and_not(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
         "by steps": [{"max_steps": 6}],
     }
     runs = {
-        "without": often(backend, None, evaluate_every_steps=None),
-        "whole": often(backend, f"{folder}/whole", Counting()),
+        "without": often(backend, f"{folder}/without", evaluate_every_steps=None),
+        "whole": often(backend, f"{folder}/whole"),
     }
     for name, each in parts.items():
         for options in each:
-            often(backend, f"{folder}/{name}", Counting(), **options)
-        runs[name] = often(backend, f"{folder}/{name}", Counting(), resume="auto")
-    return runs["whole"]["rank"], runs
+            often(backend, f"{folder}/{name}", **options)
+        runs[name] = often(backend, f"{folder}/{name}", resume="auto")
+    return runs
 
 
-@pytest.mark.parametrize("backend", ENGINES)
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("backend", "size"), WORLDS)
 def test_evaluations_inside_epochs_change_nothing(backend: str, size: int, tmp_path: Path) -> None:
     """Not the weights; and a resumed run has each of them once, also the one in which it was stopped."""
-    first, *others = run_ranks(often_and_not, num_processes=size, args=(backend, str(tmp_path)))
+    first, *others = in_ranks(size, often_and_not, backend, str(tmp_path))
     evaluations = figures_of(tmp_path / "whole", "evaluation")
     assert [line[:3] for line in evaluations] == [[1, 3, 12 * size], [2, 6, 24 * size], [2, 9, 36 * size]]
     for name, run in first.items():
@@ -432,14 +393,14 @@ def test_evaluations_inside_epochs_change_nothing(backend: str, size: int, tmp_p
         if name != "without":
             assert run["count"] == 3, name
             assert figures_of(tmp_path / name, "evaluation") == evaluations, name
-    assert others == [{name: {**run, "rank": rank} for name, run in first.items()} for rank in range(1, size)]
+    assert others == [first] * (size - 1)
 
 
 @pytest.mark.parametrize("backend", ENGINES)
 def test_callback_ends_the_training_after_an_evaluation(backend: str, tmp_path: Path) -> None:
     """The record of the epoch that is not complete has the figures of that evaluation, and no further one."""
     folder = tmp_path / "run"
-    first, *others = run_ranks(ended_by_callback, num_processes=3, args=(backend, str(folder)))
+    first, *others = in_ranks(3, often, backend, str(folder), 2)
     assert others == [first] * 2
     assert first["passes"] == 3
     assert [record[-2] for record in first["records"]] == [5, 6]
@@ -447,11 +408,6 @@ def test_callback_ends_the_training_after_an_evaluation(backend: str, tmp_path: 
     assert (end["event"], end["step"], end["stopped"]) == ("end", 6, "after evaluation 2")
     assert figures_of(folder, "evaluation")[-1] == figures_of(folder, "epoch")[-1]
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000000005", "step-000000006"]
-
-
-def ended_by_callback(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
-    run = often(backend, folder, Counting(2))
-    return run.pop("rank"), run
 
 
 def test_until_ends_at_an_evaluation_and_the_best_checkpoint_may_be_of_one(tmp_path: Path) -> None:

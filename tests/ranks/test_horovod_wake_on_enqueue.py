@@ -7,7 +7,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from launchers import requires, run_ranks
+from launchers import in_ranks, requires, run_ranks
 
 from hvd_trainer import EngineOptions, backends
 
@@ -41,7 +41,7 @@ def test_cycle_time_of_the_user_is_kept() -> None:
         assert cycle == "100"
 
 
-def exchange_in_pairs() -> tuple[int, float]:
+def exchange_in_pairs() -> float:
     """Return the seconds that exchanges take in two groups at once; the last rank has nothing to exchange."""
     import hvd_trainer.c10d  # noqa: F401
 
@@ -60,12 +60,12 @@ def exchange_in_pairs() -> tuple[int, float]:
     store.set(f"done {rank}", "")
     store.wait([f"done {other}" for other in range(5)])
     dist.destroy_process_group()
-    return rank, seconds
+    return seconds
 
 
 def test_tensors_of_some_ranks_wake_all() -> None:
     """All ranks take part in every cycle: the exchanges of two waited for the pause of those without a tensor."""
-    seconds = run_ranks(exchange_in_pairs, num_processes=5, env=ASKED)
+    seconds = in_ranks(5, exchange_in_pairs, env=ASKED)
     assert max(seconds) < EXCHANGES * CYCLE_S / 3
 
 

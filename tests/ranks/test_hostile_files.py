@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from dataclasses import asdict
@@ -169,6 +170,14 @@ def fit(folder: Path, **options: Any) -> None:
     trainings.fit(wanted, model, trainings.signs(12), trainings.signs(4), optimizer=optimizer)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the log folder of two steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    fit(folder, epochs=1, save_every_steps=2, save_every_epochs=None, max_steps=2)
+    return folder
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -199,9 +208,11 @@ def fit(folder: Path, **options: Any) -> None:
         pytest.param(lambda s: s["optimizer"]["param_groups"][0].update(lr="fast"), id="rate"),
     ],
 )
-def test_state_with_wrong_types_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def test_state_with_wrong_types_is_refused(
+    saved: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any]
+) -> None:
     """One value of an otherwise valid state has another type: a clear error, and nothing is lost."""
-    fit(tmp_path, epochs=1, save_every_steps=2, save_every_epochs=None, max_steps=2)
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     (path,) = (tmp_path / "checkpoints").iterdir()
     state = checkpoints.load(path)
     change(state)

@@ -19,7 +19,7 @@ from batch_norm_checks import rounds_its_results_only
 from combinations import case, each_launcher
 from hvd_checks import Checks, run_checks
 from hvd_elastic_checks import CHECKS as ELASTIC_CHECKS
-from launchers import QUICKEST, launch, run_ranks
+from launchers import QUICKEST, in_ranks, launch, run_ranks
 from peak_memory import PeakMemory
 from torch import nn
 
@@ -607,7 +607,7 @@ def timelines_are_json_while_the_job_runs_and_name_operations() -> None:
 # Functions that are launched by themselves.
 
 
-def time_line_on_a_full_disk(path: str) -> tuple[int, float]:
+def time_line_on_a_full_disk(path: str) -> float:
     """Record operations in a file that cannot grow; return what the last one gave."""
     hvd.init()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -615,9 +615,8 @@ def time_line_on_a_full_disk(path: str) -> tuple[int, float]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
     for _ in range(100):
         total = hvd.allreduce(torch.ones(3), op=hvd.Sum, name="a")[0].item()
-    rank = hvd.rank()
     hvd.shutdown()
-    return rank, total
+    return total
 
 
 def start_and_stop_again() -> tuple[int, list[float]]:
@@ -638,7 +637,7 @@ def start_and_stop_again() -> tuple[int, list[float]]:
     return rank, totals
 
 
-def exchanges_end_as_the_time_to_check_is_up() -> tuple[int, int]:
+def exchanges_end_as_the_time_to_check_is_up() -> int:
     """Wait in steps as short as an exchange takes: many of them are done just after a step has timed out."""
     mesh.CHECK_S = transport.CHECK_S = 0.001
     hvd.init()
@@ -646,7 +645,7 @@ def exchanges_end_as_the_time_to_check_is_up() -> tuple[int, int]:
         if hvd.rank() == 1:
             time.sleep(0.001 * (1 + turn % 2) + 1e-6 * turn)
         hvd.allreduce(torch.ones(1 if turn % 4 < 2 else 1000), name=f"late {turn % 4}")
-    return hvd.rank(), turn
+    return turn
 
 
 ALL_CHECKS = CHECKS | ELASTIC_CHECKS
@@ -655,7 +654,7 @@ ALL_CHECKS = CHECKS | ELASTIC_CHECKS
 @pytest.fixture(scope="module", params=[1, 2, case(3, when="long"), 4])
 def outcomes(request: pytest.FixtureRequest) -> list[dict[str, str | None]]:
     """The outcome of each check on each rank."""
-    result: list[dict[str, str | None]] = run_ranks(run_checks, num_processes=request.param, args=(ALL_CHECKS,))
+    result: list[dict[str, str | None]] = in_ranks(request.param, run_checks, ALL_CHECKS)
     return result
 
 
@@ -673,7 +672,7 @@ def test_any_launcher_starts_it_again_and_again(launcher: str) -> None:
 
 def test_exchange_that_ends_as_the_time_to_check_is_up_is_no_failure() -> None:
     """PyTorch raised "Operation timed out!", and the exchange was complete by the time it was asked about."""
-    assert run_ranks(exchanges_end_as_the_time_to_check_is_up, num_processes=2) == [599, 599]
+    assert in_ranks(2, exchanges_end_as_the_time_to_check_is_up) == [599, 599]
 
 
 @pytest.mark.parametrize(
@@ -688,27 +687,26 @@ def test_log_level_is_horovods(level: str, texts: tuple[bool, bool], tmp_path: P
     assert ("[INFO] rank 1 of 2" in result.stderr, "allreduce.x: done" in result.stderr) == texts
 
 
-def without_a_timeline() -> tuple[int, float]:
+def without_a_timeline() -> float:
     """Start with a timeline that cannot be written, and ask for another one."""
     hvd.init()
     hvd.start_timeline("/nowhere/timeline.json")
     total = hvd.allreduce(torch.ones(3), op=hvd.Sum, name="a")[0].item()
-    rank = hvd.rank()
     hvd.shutdown()
-    return rank, total
+    return total
 
 
 @pytest.mark.parametrize("path", ["/nowhere/timeline.json", "/proc"])
 def test_training_does_without_a_timeline_that_cannot_be_written(path: str) -> None:
     """Rank 0 ended with a FileNotFoundError; Horovod continues, too."""
     env = {"HOROVOD_TIMELINE": path}
-    assert run_ranks(without_a_timeline, num_processes=3, env=env) == [3.0] * 3
+    assert in_ranks(3, without_a_timeline, env=env) == [3.0] * 3
 
 
 def test_timeline_ends_where_the_disk_is_full_and_the_training_continues(tmp_path: Path) -> None:
     """The error ended the training, and the other rank was blamed."""
     path = tmp_path / "timeline.json"
-    assert run_ranks(time_line_on_a_full_disk, num_processes=2, args=[str(path)]) == [2.0, 2.0]
+    assert in_ranks(2, time_line_on_a_full_disk, str(path)) == [2.0, 2.0]
     events = json.loads(path.read_text())
     assert 5 < len(events) < 100
 
@@ -716,5 +714,5 @@ def test_timeline_ends_where_the_disk_is_full_and_the_training_continues(tmp_pat
 def test_results_do_not_depend_on_fusion() -> None:
     names = ["operations_are_matched_by_name_in_any_order", "large_operations_are_matched_by_name_in_any_order"]
     checks = {name: CHECKS[name] for name in names}
-    for outcome in run_ranks(run_checks, num_processes=2, args=(checks,), env={"HOROVOD_FUSION_THRESHOLD": "0"}):
+    for outcome in in_ranks(2, run_checks, checks, env={"HOROVOD_FUSION_THRESHOLD": "0"}):
         assert not any(outcome.values()), outcome

@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from launchers import requires, run_ranks
+from launchers import in_ranks, requires
 
 from hvd_trainer.tools.run import horovod_package
 
 pytestmark = pytest.mark.warm
 
 
-def differences_from_horovod() -> tuple[int, list[str]]:
+def differences_from_horovod() -> list[str]:
     """Return each public name of the real package that is missing here, or takes other parameters."""
     import horovod.common.elastic
     import horovod.common.exceptions
@@ -57,7 +57,7 @@ def differences_from_horovod() -> tuple[int, list[str]]:
             elif callable(value) and parameters(value) not in (parameters(getattr(ours, attribute)), ANY):
                 theirs, its = parameters(value), parameters(getattr(ours, attribute))
                 differences.append(f"{real.__name__}.{attribute} takes {its} in place of {theirs}")
-    return 0, differences
+    return differences
 
 
 def parameters(function: Callable[..., object]) -> list[tuple[str, object]]:
@@ -85,11 +85,11 @@ OF_EXTENSION = (
 
 @requires("horovod")
 def test_names_and_parameters_are_horovods() -> None:
-    (differences,) = run_ranks(differences_from_horovod, num_processes=1)
+    (differences,) = in_ranks(1, differences_from_horovod)
     assert not differences, "\n".join(differences)
 
 
-def differences_from_basics() -> tuple[int, list[str]]:
+def differences_from_basics() -> list[str]:
     """Return each method of Horovod's basic object that ours has not, or that takes other parameters."""
     from horovod.torch.mpi_ops import _basics
 
@@ -97,7 +97,7 @@ def differences_from_basics() -> tuple[int, list[str]]:
 
     names = [name for name in dir(_basics) if not name.startswith("_") and callable(getattr(_basics, name))]
     assert {"init", "rank", "nccl_built"} <= {*names}
-    return 0, [
+    return [
         name
         for name in (*names, "_get_process_set_ids_and_ranks")
         if parameters(getattr(_basics, name)) != parameters(getattr(mpi_ops._basics, name))
@@ -107,7 +107,7 @@ def differences_from_basics() -> tuple[int, list[str]]:
 @requires("horovod")
 def test_basic_object_has_horovods_methods() -> None:
     """Libraries and Horovod's own tests call it in place of the functions."""
-    (differences,) = run_ranks(differences_from_basics, num_processes=1)
+    (differences,) = in_ranks(1, differences_from_basics)
     assert not differences
 
 

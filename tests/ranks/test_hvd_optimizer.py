@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from hvd_checks import run_checks
-from launchers import QUICKEST, LaunchError, launch, requires, run_ranks
+from launchers import QUICKEST, LaunchError, in_ranks, launch, requires, run_ranks
 from torch import Tensor, nn
 from waiting import wait_for
 
@@ -437,7 +437,7 @@ def check_other_job_with_the_same_optimizer() -> None:
 CHECKS = {name: function for name, function in list(globals().items()) if name.startswith("check_")}
 
 
-def uneven_steps() -> tuple[int, int]:
+def uneven_steps() -> int:
     """Each rank has one batch more than the one before; then all have the same number again."""
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
@@ -457,10 +457,10 @@ def uneven_steps() -> tuple[int, int]:
     mean_steps(model, optimizer, 3, size)
     asked = num_rounds() - before
     hvd.shutdown()
-    return rank, asked
+    return asked
 
 
-def uneven_steps_before_the_join() -> tuple[int, list[float]]:
+def uneven_steps_before_the_join() -> list[float]:
     """The optimizer is gone when the rank with less data joins, and operations by name go on."""
     hvd.init()
 
@@ -478,12 +478,11 @@ def uneven_steps_before_the_join() -> tuple[int, list[float]]:
 
     seen = train()
     hvd.join()
-    rank = hvd.rank()
     hvd.shutdown()
-    return rank, seen
+    return seen
 
 
-def last_rank_leaves(how: str, in_known_step: bool) -> tuple[int, str]:
+def last_rank_leaves(how: str, in_known_step: bool) -> str:
     """The last rank ends or sleeps; return the error by which the others' operation ends, or known step."""
     hvd.init()
     rank = hvd.rank()
@@ -495,7 +494,7 @@ def last_rank_leaves(how: str, in_known_step: bool) -> tuple[int, str]:
             hvd.shutdown()
         else:
             time.sleep(60)
-        return rank, ""
+        return ""
     optimizer.zero_grad()
     if in_known_step:
         backward(model)
@@ -503,7 +502,7 @@ def last_rank_leaves(how: str, in_known_step: bool) -> tuple[int, str]:
         optimizer.step() if in_known_step else hvd.allreduce(torch.ones(3), name="weight")
     assert how != "shuts down" or not hvd.is_initialized()
     hvd.shutdown()
-    return rank, str(caught.value)
+    return str(caught.value)
 
 
 class EndsOperations(torch.autograd.Function):
@@ -522,10 +521,9 @@ class EndsOperations(torch.autograd.Function):
         return grad
 
 
-def restored_after_operations_ended_in_backward() -> tuple[int, bool]:
+def restored_after_operations_ended_in_backward() -> bool:
     """Return whether an elastic state is that of the last commit, after a rank was lost in backward."""
     hvd.init()
-    rank = hvd.rank()
     layers = nn.Linear(600, 600), nn.Linear(600, 600)
     model = nn.ModuleList(layers)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
@@ -542,10 +540,10 @@ def restored_after_operations_ended_in_backward() -> tuple[int, bool]:
         optimizer.step()
     state.restore()
     optimizer.zero_grad()
-    return rank, torch.equal(layers[0].weight, saved)
+    return torch.equal(layers[0].weight, saved)
 
 
-def train_on_after_the_shutdown() -> tuple[int, list[float]]:
+def train_on_after_the_shutdown() -> list[float]:
     """Return the gradient of a backward pass after the shutdown."""
     hvd.init()
     rank = hvd.rank()
@@ -558,7 +556,7 @@ def train_on_after_the_shutdown() -> tuple[int, list[float]]:
     with pytest.raises(ValueError, match="not been initialized"):
         optimizer.step()
     optimizer.zero_grad()
-    return rank, grad
+    return grad
 
 
 OURS, REAL = "hvd_trainer.hvd", "horovod.torch"
@@ -660,13 +658,13 @@ def signature_of(module: str) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def real_signature() -> tuple[int, list[tuple[str, Any, Any]]]:
-    return 0, signature_of(REAL)
+def real_signature() -> list[tuple[str, Any, Any]]:
+    return signature_of(REAL)
 
 
 @requires("horovod")
 def test_signature_is_the_real_one() -> None:
-    assert [signature_of(OURS)] == run_ranks(real_signature, num_processes=1)
+    assert [signature_of(OURS)] == in_ranks(1, real_signature)
 
 
 # In two ranks.
@@ -674,7 +672,7 @@ def test_signature_is_the_real_one() -> None:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str | None]]:
-    result: list[dict[str, str | None]] = run_ranks(run_checks, num_processes=2, args=[CHECKS])
+    result: list[dict[str, str | None]] = in_ranks(2, run_checks, CHECKS)
     return result
 
 
@@ -685,11 +683,11 @@ def test_in_two_ranks(name: str, outcomes: list[dict[str, str | None]]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_with_fewer_batches_join(ranks: int) -> None:
-    assert run_ranks(uneven_steps, num_processes=ranks) == [3] * ranks
+    assert in_ranks(ranks, uneven_steps) == [3] * ranks
 
 
 def test_rank_joins_without_its_optimizer() -> None:
-    assert run_ranks(uneven_steps_before_the_join, num_processes=2) == [
+    assert in_ranks(2, uneven_steps_before_the_join) == [
         [1.5] * 4,
         [1.5] * 4 + [1.0] * 3,
     ]
@@ -697,7 +695,7 @@ def test_rank_joins_without_its_optimizer() -> None:
 
 @pytest.mark.parametrize("in_known_step", [False, True])
 def test_operations_fail_once_a_rank_has_shut_down(in_known_step: bool) -> None:
-    texts = run_ranks(last_rank_leaves, num_processes=3, args=["shuts down", in_known_step])
+    texts = in_ranks(3, last_rank_leaves, "shuts down", in_known_step)
     assert ["rank 2 called hvd.shutdown()" in text for text in texts] == [True, True, False]
 
 
@@ -707,19 +705,19 @@ def test_stall_names_the_missing_rank_and_ends_the_wait(in_known_step: bool) -> 
     name = r"bucket\.weight\.1" if in_known_step else "weight"
     told = rf"(?s)failure: rank 2 of 3 .*rank 1: .*, waits for [34] s in allreduce\.{name} for rank 2"
     with pytest.raises(LaunchError, match=told):
-        run_ranks(last_rank_leaves, num_processes=3, args=args, env=STALL)
+        in_ranks(3, last_rank_leaves, *args, env=STALL)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_state_can_be_restored_after_operations_ended_in_backward(ranks: int) -> None:
     """`restore` forgets the step. It sent the rest of it, and the error ended the elastic training."""
-    assert run_ranks(restored_after_operations_ended_in_backward, num_processes=ranks) == [True] * ranks
+    assert in_ranks(ranks, restored_after_operations_ended_in_backward) == [True] * ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_stay_after_the_shutdown(ranks: int) -> None:
     """Backward raised, where Horovod's does not on one rank."""
-    assert run_ranks(train_on_after_the_shutdown, num_processes=ranks) == [[i + 1.0] * 2 for i in range(ranks)]
+    assert in_ranks(ranks, train_on_after_the_shutdown) == [[i + 1.0] * 2 for i in range(ranks)]
 
 
 ENDS = {

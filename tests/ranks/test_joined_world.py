@@ -6,7 +6,7 @@ import ast
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from combinations import case
-from launchers import launch, run_ranks
+from launchers import in_ranks, launch, write_script
 from torch import nn
-from trainings import digest, options_of, signs
+from trainings import fit_small, signs, train
 
-from hvd_trainer import LaunchError, Trainer, hvd
+from hvd_trainer import LaunchError, hvd
 from hvd_trainer.backends import process_group
 from hvd_trainer.errors import BackendError
 from hvd_trainer.launch.launchers import without_ranks
@@ -54,60 +54,40 @@ def group_of_others(way: str, folder: str, port: str, backend: str = "gloo") -> 
     dist.destroy_process_group()
 
 
-def fit_twice(engine: str, way: str | None, folder: str, port: str, **options: Any) -> tuple[int, Any]:
-    """Train twice in one process; return the weights, and the places of the last world."""
-    if way is None:
-        return _fit_twice(engine, **options)
-    with group_of_others(way, folder, port, options.pop("group", "gloo")) as (rank, _):
-        number, trained = _fit_twice(engine, **options)
-        assert number == rank
-        return rank, trained
-
-
-def _fit_twice(engine: str, **options: Any) -> tuple[int, Any]:
-    digests = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with Trainer(options_of(engine, epochs=2, batch_size=4, device="cpu", **options)) as trainer:
-            trainer.fit(model, optimizer, nn.functional.cross_entropy, signs(48), signs(12))
-            world = trainer.world
-        digests.append(digest(model.state_dict()))
-    return world.rank, (digests, (world.local_rank, world.local_size, world.node_rank, world.num_nodes))
+def fit_twice(engine: str, *group: str) -> list[list[Any]]:
+    """Train twice in one process, in a group that others have made or without; return weights and places."""
+    with group_of_others(*group) if group else nullcontext():
+        return [fit_small(engine, epochs=2) for _ in range(2)]
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_trainer_joins_a_group_and_leaves_it_as_it_was(size: int, engine: str, tmp_path: Path) -> None:
     """It asked for the call of init_process_group to be taken out, or for a port that the group had taken."""
-    way = WAYS[size - 2]
-    args = (engine, way, str(tmp_path), digits_job.free_port())
-    joined = run_ranks(fit_twice, num_processes=size, args=args)
-    alone = run_ranks(fit_twice, num_processes=size, args=(engine, None, "", ""))
-    assert joined == alone
-    assert [place for _, place in joined] == [(rank, size, 0, 1) for rank in range(size)]
-    assert len({weights for digests, _ in joined for weights in digests}) == 1
+    joined = in_ranks(size, fit_twice, engine, WAYS[size - 2], str(tmp_path), digits_job.free_port())
+    assert joined == in_ranks(size, fit_twice, engine)
+    assert [[place for _, place in both] for both in joined] == [[[rank, size, 0, 1]] * 2 for rank in range(size)]
+    assert len({weights for both in joined for weights, _ in both}) == 1
 
 
-def train_in_stages(way: str, folder: str, port: str, engine: str) -> tuple[int, str]:
-    with group_of_others(way, folder, port, "cpu:gloo") as (rank, _):
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
-        options = options_of(engine, stages=2, epochs=1, batch_size=4, device="cpu")
-        with Trainer(options) as trainer:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            history = trainer.fit(model, optimizer, nn.functional.cross_entropy, signs(48), signs(12))
-        return rank, repr(history[-1]["val_loss"])
+def train_in_stages(engine: str) -> float:
+    with group_of_others("env://", "", "", "cpu:gloo"):
+        samples = signs(48), signs(12)
+        return float(
+            train(engine, three_layers, *samples, stages=2, epochs=1, batch_size=4).history[-1]["val_loss"]
+        )
+
+
+def three_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_groups_for_stages_end_beside_the_joined_one(engine: str, tmp_path: Path) -> None:
-    losses = run_ranks(train_in_stages, num_processes=4, args=("env://", str(tmp_path), "", engine))
-    assert len(set(losses)) == 1
+def test_groups_for_stages_end_beside_the_joined_one(engine: str) -> None:
+    assert len({*in_ranks(4, train_in_stages, engine)}) == 1
 
 
-def use_hvd(way: str, folder: str, port: str) -> tuple[int, list[float]]:
+def use_hvd(way: str, folder: str, port: str) -> list[float]:
     with group_of_others(way, folder, port) as (rank, size):
         totals = []
         for _ in range(2):
@@ -115,33 +95,30 @@ def use_hvd(way: str, folder: str, port: str) -> tuple[int, list[float]]:
             assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (rank, size, rank, size)
             totals.append(hvd.allreduce(torch.tensor(rank + 1.0), op=hvd.Sum).item())
             hvd.shutdown()
-        return rank, totals
+        return totals
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_hvd_joins_a_group(size: int, tmp_path: Path) -> None:
     args = (WAYS[size - 2], str(tmp_path), digits_job.free_port())
-    totals = run_ranks(use_hvd, num_processes=size, args=args)
+    totals = in_ranks(size, use_hvd, *args)
     assert totals == [[size * (size + 1) / 2] * 2] * size
 
 
-def use_a_group_of_another_backend() -> tuple[int, list[str]]:
-    """Return which groups the exchange goes by, where the default group is of a backend that does not fit."""
+def use_a_group_of_another_backend() -> list[Any]:
+    """Train where the default group is of a backend that does not fit."""
     import hvd_trainer.c10d  # noqa: F401  registers a backend that exchanges CPU tensors by itself
 
     dist.init_process_group("horovod")
     before = dist.group.WORLD
-    rank = dist.get_rank()
-    _, trained = _fit_twice("ddp")
+    trained = fit_twice("ddp")
     assert dist.group.WORLD is before
     dist.destroy_process_group()
-    return rank, trained[0]
+    return trained
 
 
 def test_ddp_makes_a_group_of_its_own_where_the_backend_does_not_fit() -> None:
-    trained = run_ranks(use_a_group_of_another_backend, num_processes=3)
-    alone = run_ranks(fit_twice, num_processes=3, args=("ddp", None, "", ""))
-    assert trained == [digests for digests, _ in alone]
+    assert in_ranks(3, use_a_group_of_another_backend) == in_ranks(3, fit_twice, "ddp")
 
 
 FAILING = """
@@ -177,8 +154,7 @@ run_job(TrainerOptions, job)
 @pytest.mark.parametrize("engine", [*ENGINES, case("hvd")])
 @pytest.mark.parametrize("size", [3, case(4, when="long")])
 def test_failure_in_a_joined_world_names_the_rank(engine: str, size: int, tmp_path: Path) -> None:
-    script = tmp_path / f"{engine}.py"
-    script.write_text(FAILING)
+    script = write_script(tmp_path / f"{engine}.py", FAILING)
     options = [] if engine == "hvd" else ["--backend", engine]
     argv = [str(script), "--device", "cpu", "--batch-size", "4", *options]
     result = launch("hand", size, argv, timeout_s=60, check=False)
@@ -189,8 +165,7 @@ def test_failure_in_a_joined_world_names_the_rank(engine: str, size: int, tmp_pa
 
 def test_failure_of_a_joined_trainer_under_run_is_reported_once(tmp_path: Path) -> None:
     """The script's session reported it again."""
-    script = tmp_path / "script.py"
-    script.write_text(FAILING)
+    script = write_script(tmp_path / "script.py", FAILING)
     job = [str(script), "--device", "cpu", "--batch-size", "4", "--backend", "ddp"]
     result = launch("python", 1, ["-m", "hvd_trainer", "run", "-np", "3", "--", *job], check=False)
     assert result.returncode != 0
@@ -224,6 +199,7 @@ total = torch.ones(1)
 dist.all_reduce(total)
 sys.stdout.write(f"ended {[*sums, total.item()]}\\n")
 """
+SMALL = ("--device", "cpu", "--epochs", "1", "--batch-size", "4")
 MADE_BY = {
     "accelerate": "from accelerate import Accelerator\naccelerator = Accelerator(cpu=True)",
     "fabric": (
@@ -248,9 +224,8 @@ def test_worlds_of_other_packages_and_of_scripts_under_run(
     maker: str, launcher: str, engine: str, tmp_path: Path
 ) -> None:
     """Ports were bound twice, and `run` refused a Trainer behind init_process_group."""
-    script = tmp_path / "script.py"
-    script.write_text(f"{MADE_BY[maker]}\n{TRAINING}")
-    job = [str(script), "--backend", engine, "--device", "cpu", "--epochs", "1", "--batch-size", "4"]
+    script = write_script(tmp_path / "script.py", f"{MADE_BY[maker]}\n{TRAINING}")
+    job = [str(script), "--backend", engine, *SMALL]
     if launcher == "run":
         result = launch("python", 1, ["-m", "hvd_trainer", "run", "-np", "3", "--", *job])
     else:
@@ -263,10 +238,9 @@ def test_worlds_of_other_packages_and_of_scripts_under_run(
 
 
 def test_accelerates_launcher_starts_ranks(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"{MADE_BY['accelerate']}\n{TRAINING}")
+    script = write_script(tmp_path / "script.py", f"{MADE_BY['accelerate']}\n{TRAINING}")
     accelerate = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "3"]
-    job = [str(script), "--backend", "ddp", "--device", "cpu", "--epochs", "1", "--batch-size", "4"]
+    job = [str(script), "--backend", "ddp", *SMALL]
     result = launch("python", 1, [*accelerate, "--main_process_port", digits_job.free_port(), *job])
     assert len(re.findall(r"ended .*, 3.0, 3.0\]", result.stdout)) == 3, result.stdout
 
@@ -286,9 +260,8 @@ if __name__ == "__main__":
 
 def test_accelerates_launcher_for_notebooks_starts_ranks(tmp_path: Path) -> None:
     """On a CPU it sets WORLD_SIZE without RANK, and its ranks meet in a file."""
-    script = tmp_path / "notebook.py"
-    script.write_text(NOTEBOOK)
-    job = [str(script), "--backend", "ddp", "--device", "cpu", "--epochs", "1", "--batch-size", "4"]
+    script = write_script(tmp_path / "notebook.py", NOTEBOOK)
+    job = [str(script), "--backend", "ddp", *SMALL]
     result = launch("python", 1, job)
     assert len(re.findall(r"ended .*, 3.0, 3.0\]", result.stdout)) == 3, result.stdout
 
@@ -359,8 +332,7 @@ run_job(TrainerOptions, job)
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_group_on_some_ranks_only_is_refused_in_time(lost: int, tmp_path: Path) -> None:
-    script = tmp_path / f"lost{lost}.py"
-    script.write_text(ON_ONE_RANK)
+    script = write_script(tmp_path / f"lost{lost}.py", ON_ONE_RANK)
     argv = [str(script), "--backend", "ddp", "--device", "cpu", "--startup-timeout-s", "3"]
     result = launch("hand", 3, argv, timeout_s=60, check=False)
     assert result.returncode == 2, result.stderr

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from launchers import QUICKEST, launch, requires, run_ranks
+from launchers import QUICKEST, launch, requires
 from safetensors.torch import load_file
 from torch import nn
-from trainings import digest, fit, options_of, signs
+from trainings import fit, options_of, signs
 
-from hvd_trainer import OptionError, TensorData, Trainer
+from hvd_trainer import OptionError
 from hvd_trainer.jobs.models import MODELS
 from hvd_trainer.jobs.optimizers import make_optimizer
 from hvd_trainer.jobs.options import OptimizerOptions
@@ -23,61 +23,13 @@ from hvd_trainer.utils import accelerator
 pytestmark = pytest.mark.warm
 
 
-def model() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(), nn.Flatten(), nn.Linear(64, 3)
-    )
-
-
-def train(backend: str, *, channels_last: bool) -> tuple[int, dict[str, Any]]:
-    """Train two epochs of 17 steps, the last one smaller; return the rank, and weights, losses, memory order."""
-    options = options_of(backend, epochs=2, global_batch_size=8, max_norm=1.0, channels_last=channels_last)
-    with Trainer(options) as trainer:
-        network = model()
-        generator = torch.Generator().manual_seed(2)
-        inputs = torch.randn(132, 2, 6, 6, generator=generator)
-        data = TensorData(inputs, torch.randint(3, (132,), generator=generator))
-        optimizer = torch.optim.AdamW(network.parameters(), lr=0.03125, weight_decay=0.5, fused=True)
-        history = trainer.fit(network, optimizer, nn.functional.cross_entropy, data, data)
-    return trainer.world.rank, {
-        "weights": digest({name: tensor.contiguous() for name, tensor in network.state_dict().items()}),
-        "losses": [record["val_loss"] for record in history.epochs],
-        "strides": network[0].weight.stride(),
-    }
-
-
-def both(backend: str) -> tuple[int, list[dict[str, Any]]]:
-    (rank, usual), (_, last) = train(backend, channels_last=False), train(backend, channels_last=True)
-    return rank, [usual, last]
-
-
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @requires("horovod")
-def test_engines_train_the_same_bits_channels_last() -> None:
-    runs = {name: run_ranks(both, num_processes=2, args=(name,)) for name in ("ddp", "horovod")}
-    for order, strides in ((0, (18, 9, 3, 1)), (1, (18, 1, 6, 2))):
-        ranks = [rank[order] for engine in runs.values() for rank in engine]
-        assert all(rank == ranks[0] for rank in ranks)
-        assert ranks[0]["strides"] == strides
-
-
-@requires("horovod")
 def test_channels_last_weights_are_saved_and_restored(tmp_path: Path) -> None:
-    job = [
-        "-m",
-        "hvd_trainer.mnist",
-        "--dataset",
-        "digits",
-        "--repeat",
-        "1",
-        "--model",
-        "quick",
-        "--channels-last",
-    ]
-    job += ["--log-dir", str(tmp_path), "--resume", "auto"]
+    words = "-m hvd_trainer.mnist --dataset digits --repeat 1 --model quick --channels-last --resume auto"
+    job = [*words.split(), "--log-dir", str(tmp_path)]
     said = launch(QUICKEST, 2, [*job, "--epochs", "1", "--backend", "horovod"]).stdout
     assert "numbers  fp32, seed 0, channels last" in said
     assert '"channels_last": true' in (tmp_path / "run.json").read_text()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from combinations import case
 from digits_job import train
-from launchers import QUICKEST, SCRIPTS, SUPPORT, launch, requires
+from launchers import QUICKEST, SCRIPTS, SUPPORT, launch, requires, write_script
 from records import records
 
 from hvd_trainer import TrainerOptions, parse
@@ -123,9 +123,10 @@ def test_a_small_first_step_is_counted(tmp_path: Path) -> None:
     assert steps_of(tmp_path, 0)["samples"].tolist() == [1438, 1438]
 
 
-def test_a_slow_phase_is_recorded(tmp_path: Path) -> None:
+def test_a_slow_phase_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each batch of rank 1 takes 30 ms to fetch: rank 1 has that time under data, and rank 0 waits in reduce."""
-    measured(tmp_path, (str(SUPPORT / "slow_rank_job.py"), "--epochs", "1"))
+    monkeypatch.setenv("FAULT", "is slow:1:0")
+    measured(tmp_path, (str(SUPPORT / "faulty_job.py"), "--epochs", "1"))
     waited, fetched = (steps_of(tmp_path, rank) for rank in range(2))
     column = fetched["parts"].tolist().index
     assert np.median(fetched["seconds"][:, column("data")]) > 0.03
@@ -180,9 +181,9 @@ def test_options_that_need_the_exchange_are_refused(option: tuple[str, ...]) -> 
 
 def test_all_trainings_of_a_process_are_recorded(tmp_path: Path) -> None:
     """The second one had replaced the first."""
-    job = tmp_path / "job.py"
-    job.write_text(STREAM.replace("Stream())", "Stream())\n        trainer.fit(model, optimizer, loss, Stream())"))
-    job.write_text(job.read_text().replace("def start():", "if __name__ == '__main__':"))
+    fit = "trainer.fit(model, optimizer, loss, Stream())"
+    text = STREAM.replace(fit, f"{fit}\n        {fit}").replace("def start():", "if __name__ == '__main__':")
+    job = write_script(tmp_path / "job.py", text)
     measured(tmp_path / "log", (str(job), "--max-steps", "2"), ranks=1)
     its = steps_of(tmp_path / "log", 0)
     assert its["step"].tolist() == [1, 2, 3, 4]
@@ -210,8 +211,9 @@ AFTER_IT = """
 
 def test_a_process_that_a_rank_starts_leaves_its_recording_alone(tmp_path: Path) -> None:
     """It inherits the message, and a Trainer in it wrote one step in the place of its parent's three."""
-    job = tmp_path / "job.py"
-    job.write_text(STREAM.replace("def start():", f"{AFTER_IT}\nif __name__ == '__main__':"))
+    job = write_script(
+        tmp_path / "job.py", STREAM.replace("def start():", f"{AFTER_IT}\nif __name__ == '__main__':")
+    )
     message = Message(log_dir=str(tmp_path / "log")).variables()
     command = ["-m", "hvd_trainer", "run", "--", str(job), "--max-steps", "3"]
     said = launch(QUICKEST, 1, command, env=message | {"OUTER": "1"}).stdout
@@ -223,8 +225,8 @@ def test_ranks_of_a_launcher_that_a_rank_starts_are_measured(tmp_path: Path) -> 
     """A script may do no more than start the ranks."""
     (tmp_path / "job.py").write_text(STREAM.replace("def start():", "if __name__ == '__main__':"))
     command = ["-m", "hvd_trainer", "run", "-np", "2", "--", str(tmp_path / "job.py"), "--max-steps", "3"]
-    starter = tmp_path / "starter.py"
-    starter.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, *{command}], check=True)\n")
+    text = f"import subprocess, sys\nsubprocess.run([sys.executable, *{command}], check=True)\n"
+    starter = write_script(tmp_path / "starter.py", text)
     measured(tmp_path / "log", (str(starter),), ranks=1)
     assert [steps_of(tmp_path / "log", rank)["step"].tolist() for rank in range(2)] == [[1, 2, 3]] * 2
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from launchers import run_ranks
+from launchers import in_ranks
 from torch import Tensor
 
 from hvd_trainer import backends
@@ -19,7 +19,7 @@ from hvd_trainer.observe.metrics import Meter, accuracy
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
-SPLITS = {1: [41], 2: [30, 11], 3: [5, 0, 36]}
+SPLITS = {1: [41], 3: [5, 0, 36]}
 """Samples per rank: unequal, and one rank without any."""
 
 
@@ -85,7 +85,7 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.rand(41, 4, generator=generator), torch.randint(4, (41,), generator=generator)
 
 
-def measure(backend_name: str) -> tuple[int, list[dict[str, float]]]:
+def measure(backend_name: str) -> list[dict[str, float]]:
     """Measure twice with the same objects, the second time all samples twice; nothing of the first may stay."""
     with backends.create(EngineOptions(backend=backend_name)) as backend:  # type: ignore[arg-type]
         rank, split = backend.world.rank, SPLITS[backend.world.size]
@@ -102,33 +102,33 @@ def measure(backend_name: str) -> tuple[int, list[dict[str, float]]]:
             if passes == 2:
                 found += [meter.recent(), meter.recent()]
             found.append(meter.compute())
-        return rank, found
+        return found
 
 
 @pytest.fixture(scope="module")
 def alone() -> list[dict[str, float]]:
-    return measure("single")[1]
+    return measure("single")
 
 
 def test_metrics_of_ranks_equal_one_process(alone: list[dict[str, float]]) -> None:
     """One engine suffices: a meter uses it for sums and objects only, which test_contract.py checks on both."""
-    for rank in run_ranks(measure, num_processes=3, args=("ddp",)):
+    for rank in in_ranks(3, measure, "ddp"):
         for here, there in zip(rank, alone, strict=True):
             assert here == pytest.approx(there, rel=1e-5, nan_ok=True)
 
 
-def measure_again(backend_name: str) -> tuple[int, list[float]]:
+def measure_again(backend_name: str) -> list[float]:
     """Return a metric over all ranks, computed twice, and what it is on this rank afterwards."""
     with backends.create(EngineOptions(backend=backend_name)) as backend:  # type: ignore[arg-type]
         seen = AllSeen()
         seen.update(torch.zeros(20_000), torch.zeros(()))
         values = [compute_over_ranks({"seen": seen}, backend)["seen"] for _ in range(2)]
-        return backend.world.rank, [*values, seen.compute()]
+        return [*values, seen.compute()]
 
 
 def test_computing_over_ranks_leaves_a_metric_as_it_is() -> None:
     """Of so much state a rank gets its own back, and no copy of it."""
-    assert run_ranks(measure_again, num_processes=2, args=("ddp",)) == [[40_000, 40_000, 20_000]] * 2
+    assert in_ranks(2, measure_again, "ddp") == [[40_000, 40_000, 20_000]] * 2
 
 
 def test_metrics_equal_their_definitions(alone: list[dict[str, float]]) -> None:

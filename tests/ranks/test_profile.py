@@ -73,15 +73,16 @@ def test_each_rank_has_a_trace(plain: Path, tmp_path: Path, backend: str) -> Non
     assert f"traces: rank-N.json.gz in {tmp_path}/profile, for https://ui.perfetto.dev" in said
 
 
-def run_job(tmp_path: Path, *options: str, block: str = "", check: bool = True) -> Any:
+def run_job(folder: Path, fault: str, *options: str, check: bool = True, **variables: str) -> Any:
     job = ["--backend", "ddp", "--epochs", "1", "--batch-size", "64", "--log-dir", "log"]
-    argv = [str(SUPPORT / "slow_rank_job.py"), *job, *options]
-    return launch(QUICKEST, 2, argv, env={"BLOCK": block}, cwd=tmp_path, check=check)
+    argv = [str(SUPPORT / "faulty_job.py"), *job, *options]
+    return launch(QUICKEST, 2, argv, env={"FAULT": fault, **variables}, cwd=folder, check=check)
 
 
 def test_profile_shows_a_slow_rank(tmp_path: Path) -> None:
     """Each batch of rank 1 takes 30 ms to fetch, and the ranks share no log folder."""
-    said = run_job(tmp_path, "--profile-steps", "6", "--profile-skip", "2").stdout.splitlines()
+    options = ("--profile-steps", "6", "--profile-skip", "2")
+    said = run_job(tmp_path, "is slow:1:0", *options, OWN_FOLDERS="1").stdout.splitlines()
     at = next(number for number, line in enumerate(said) if line.startswith("profile  steps 4 to 9 of 2 ranks"))
     columns, *ranks = (line.split(maxsplit=9) for line in said[at + 1 : at + 4])
     first, second = (dict(zip(columns, rank, strict=True)) for rank in ranks)
@@ -95,17 +96,17 @@ def test_profile_shows_a_slow_rank(tmp_path: Path) -> None:
 
 def test_profile_that_cannot_be_written_does_not_end_training(tmp_path: Path) -> None:
     options = ("--profile-steps", "2", "--profile-skip", "0")
-    said = run_job(tmp_path, *options, block="rank-1.json.gz").stdout
+    said = run_job(tmp_path, "has no place for its trace:1:1", *options).stdout
     assert "rank 1 has no trace: " in said
     assert "done: " in said
-    assert steps_of(events_of(tmp_path / "0" / "log", 0))
+    assert steps_of(events_of(tmp_path / "log", 0))
 
 
 def test_failed_training_keeps_no_profile(tmp_path: Path) -> None:
-    result = run_job(tmp_path, "--profile-steps", "9", "--profile-skip", "1", block="fail", check=False)
+    result = run_job(tmp_path, "raises:1:5", "--profile-steps", "9", "--profile-skip", "1", check=False)
     assert result.returncode != 0
-    assert "the user's own mistake" in result.stderr
-    assert not (tmp_path / "0" / "log" / "profile").exists()
+    assert "the user's own words" in result.stderr
+    assert not (tmp_path / "log" / "profile").exists()
 
 
 def test_profile_of_a_short_training_says_so(tmp_path: Path) -> None:

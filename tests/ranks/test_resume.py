@@ -1,88 +1,53 @@
-"""Exact resume: an interrupted run ends as one that was not, bit for bit; on other ranks, within rounding."""
+"""Resumes on other ranks and engines, after a kill, and in little memory; test_bits.py has all others."""
 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import bit_jobs
 import pytest
-import resume_checks
+import torch
+from bit_jobs import NUM, Numbered, noted
 from combinations import case
-from launchers import QUICKEST, launch, requires, run_ranks, start
+from launchers import QUICKEST, in_ranks, launch, requires, start
+from peak_memory import PeakMemory
 from records import lines
+from torch import Tensor, nn
+from trainings import train
+
+from hvd_trainer import TensorData
+from hvd_trainer.checkpoint.manager import CheckpointManager
+from hvd_trainer.utils.tensors import local_rows, tensors_in
 
 pytestmark = pytest.mark.warm
 
-RANKS = {"ddp": 4, "horovod": 3}
-"""Two ranks hide in which order values are added: a + b = b + a."""
-
-
-@pytest.fixture(scope="module", params=[case("ddp"), case("horovod")])
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = str(tmp_path_factory.mktemp("runs"))
-    return run_ranks(
-        resume_checks.interrupted_and_not,
-        num_processes=RANKS[request.param],
-        args=(request.param, folder),
-        timeout_s=240,
-    )
-
-
-@pytest.mark.parametrize("name", resume_checks.SETUPS)
-def test_resumed_run_ends_with_the_same_bits(runs: list[dict[str, Any]], name: str) -> None:
-    """The run has dropout, batch norm, transforms, a scheduler, a scaler, and an interrupted epoch's figures."""
-    for rank in runs:
-        whole, resumed = rank[name]
-        for key, tensor in whole["weights"].items():
-            assert tensor.equal(resumed["weights"][key]), key
-        assert resumed["optimizer"] == whole["optimizer"]
-        assert resumed["records"] == whole["records"]
-
-
-@pytest.mark.parametrize("name", resume_checks.SETUPS)
-def test_resumed_run_trains_each_sample_once_per_epoch(runs: list[dict[str, Any]], name: str) -> None:
-    """The resumed run continues the second epoch after 2 steps of 5, and must repeat no sample."""
-    seen = Counter(sample for rank in runs for sample in rank[name][1]["seen"])
-    # Ranks that have no equal shares train on some samples twice in each epoch; of a stream of samples on each
-    # once, and of one of batches they leave the last out.
-    left_out = resume_checks.ODD % len(runs) if "stream of batches" in name else 0
-    per_epoch = resume_checks.ODD - left_out if "stream" in name else resume_checks.NUM
-    assert sum(seen.values()) == 2 * per_epoch - 2 * resume_checks.GLOBAL_BATCH
-    assert set(seen.values()) <= {1, 2, 3}
-    assert len(seen) == resume_checks.ODD - left_out
-
-
-@pytest.mark.parametrize(
-    ("backend", "size"), [case("ddp", 3), case("horovod", 3), case("ddp", 4), case("horovod", 4, when="long")]
-)
-def test_run_resumes_after_any_step_on_three_ranks_and_more(backend: str, size: int, tmp_path: Path) -> None:
-    """The first exchange of a process had another layout, in which a ring adds in another order of ranks."""
-    args = (backend, str(tmp_path))
-    ranks = run_ranks(resume_checks.resumed_after_each_step, num_processes=size, args=args, timeout_s=240)
-    for name in ranks[0]:
-        (whole, *resumed), *others = [results[name] for results in ranks]
-        assert resumed == [whole] * (resume_checks.STEPS - 1), name
-        assert others == [[whole, *resumed]] * (size - 1), name
+PLAIN = partial(noted, num=NUM, make=partial(Numbered, plain=True), global_batch_size=48)
 
 
 @cache
 def saved(backend: str, size: int) -> tuple[str, list[dict[str, Any]]]:
-    """Interrupt in the middle of the second epoch; return the folder, and what each rank did."""
+    """Save in the middle of the second epoch, then train two steps more, which are lost.
+
+    Returns:
+        The folder, and what each rank did.
+    """
     folder = tempfile.mkdtemp(prefix="hvd-saved-")
     atexit.register(shutil.rmtree, folder)
-    return folder, run_ranks(resume_checks.first_part, num_processes=size, args=(backend, folder))
+    return folder, in_ranks(size, bit_jobs.run, backend, folder, PLAIN, save_every_steps=4, stop_after=5)
 
 
 @cache
 def undisturbed() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return resume_checks.run("single", folder, {}, plain=True, num=resume_checks.NUM, global_batch=48)
+        return bit_jobs.run("single", folder, PLAIN)
 
 
 @requires("horovod")
@@ -102,50 +67,93 @@ def test_resume_on_other_ranks_and_engines(
     """Every sample is used once, and the weights are within 1e-5 of an undisturbed run of one process."""
     (folder, first), whole = saved(*before), undisturbed()
     backend, size = after
-    resumed = run_ranks(
-        resume_checks.second_part,
-        num_processes=size,
-        args=(backend, str(tmp_path), folder),
-    )
+    resumed = in_ranks(size, bit_jobs.run, backend, str(tmp_path), PLAIN, resume=folder)
     # Three epochs in all, of which the first 4 steps were saved, and the fifth was lost.
-    share = resume_checks.NUM // len(first) + 48 // len(first)
+    share = NUM // len(first) + 48 // len(first)
     seen = Counter(sample for rank in first for sample in rank["seen"][:share])
     seen += Counter(sample for rank in resumed for sample in rank["seen"])
-    assert seen == Counter(dict.fromkeys(range(resume_checks.NUM), resume_checks.EPOCHS))
+    assert seen == Counter(dict.fromkeys(range(NUM), bit_jobs.EPOCHS))
     for rank in resumed:
-        for key, tensor in whole["weights"].items():
-            assert float((rank["weights"][key] - tensor).norm() / tensor.norm()) < 1e-5, key
+        for key, tensor in whole["state"].items():
+            assert float((rank["state"][key] - tensor).norm() / tensor.norm()) < 1e-5, key
         for ours, theirs in zip(rank["records"], whole["records"][1:], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-ENGINES = [case("ddp"), case("horovod")]
+WIDTH = 2830
+"""Rows and columns of a weight of 32 MB."""
 
 
-@pytest.mark.parametrize("backend", ENGINES)
-def test_resume_takes_memory_for_the_state_once(backend: str, tmp_path: Path) -> None:
+class Wide(nn.Module):
+    """A model of 160 MB in 5 blocks, beside a frozen tensor of so many numbers."""
+
+    def __init__(self, frozen: int, value: float) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5)))
+        self.frozen = nn.Parameter(torch.full((frozen,), value), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs.repeat(1, WIDTH))[:, :2]
+
+
+def own_bytes(model: nn.Module, state: Any) -> int:
+    """Return the bytes of a model and its optimizer's state in this rank."""
+    return sum(local_rows(tensor)[0].nbytes for tensor in tensors_in([model.state_dict(), dict(state)]))
+
+
+def memory_of_resumes(backend: str, folder: str, shards: list[str], frozen: int) -> dict[str, tuple[int, int]]:
+    """Train a step and resume after it, with each `--shard`; return its state and its peak in a rank, in bytes.
+
+    The peak is that of the model before, and of what restoring takes; buffers of gradients are not part of it.
+    """
+    data = TensorData(torch.ones(2, 1), torch.zeros(2).long())
+    momentum = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+    measured, restore = {}, CheckpointManager.restore
+
+    def measure(manager: CheckpointManager, **how: Any) -> bool:
+        own = manager.state.model, manager.state.others["optimizer"].state
+        before = own_bytes(*own)
+        with PeakMemory() as peak:
+            is_restored = restore(manager, **how)
+        if is_restored:
+            assert local_rows(own[0].frozen)[0].eq(1).all(), "as it was saved"
+            measured[shard] = own_bytes(*own), before + peak.grown_bytes
+        return is_restored
+
+    for shard in shards:
+        for value, resume in ((1.0, "none"), (0.0, "auto")):
+            how = {"shard": shard, "log_dir": f"{folder}/{shard}", "resume": resume, "save_every_s": None}
+            make = partial(Wide, frozen, value)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(CheckpointManager, "restore", measure)
+                patch.setattr("hvd_trainer.training.trainer._finished", set())  # as in a process of its own
+                train(backend, make, data, optimizer=momentum, epochs=1, batch_size=1, **how)
+            gc.collect()
+    return measured
+
+
+LARGE = 2**29 + 1000
+"""Numbers of more than 2 GiB."""
+
+
+@pytest.mark.parametrize(
+    ("backend", "shards", "frozen"),
+    [
+        case("ddp", ["none", "optimizer", "full"], 2),
+        case("horovod", ["none", "optimizer"], 2),
+        # Horovod counts the bytes of a message in an int.
+        *(case(engine, ["none"], LARGE, when="long", name=f"{engine}-large") for engine in ("ddp", "horovod")),
+    ],
+)
+def test_resume_takes_memory_for_the_state_once(
+    backend: str, shards: list[str], frozen: int, tmp_path: Path
+) -> None:
     """Each rank had the whole state a second time, sharded or not."""
-    shards = ["none", "optimizer", *(["full"] if backend == "ddp" else [])]
-    args = (backend, str(tmp_path), shards)
-    for rank in run_ranks(resume_checks.memory_of_resumes, num_processes=2, args=args):
+    for rank in in_ranks(2, memory_of_resumes, backend, str(tmp_path), shards, frozen, timeout_s=300):
         for shard, (state_bytes, peak_bytes) in rank.items():
-            print(
-                f"{backend} {shard}: state {state_bytes / 1e6:.0f} MB, peak {peak_bytes / state_bytes:.2f} of it"
-            )
-            assert state_bytes > 150e6
+            print(f"{backend} {shard}: {state_bytes / 1e6:.0f} MB, peak {peak_bytes / state_bytes:.2f} of it")
+            assert state_bytes > max(4 * frozen, 150e6)
             assert peak_bytes < 1.3 * state_bytes, shard
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("backend", ENGINES)
-def test_state_above_2_gib_resumes(backend: str, tmp_path: Path) -> None:
-    """Horovod counts the bytes of a message in an int."""
-    args = (backend, str(tmp_path), ["none"], 2**29 + 1000)
-    for rank in run_ranks(resume_checks.memory_of_resumes, num_processes=2, args=args, timeout_s=300):
-        state_bytes, peak_bytes = rank["none"]
-        print(f"{backend}: state {state_bytes / 1e6:.0f} MB, peak {peak_bytes / state_bytes:.2f} of it")
-        assert state_bytes > 2**31
-        assert peak_bytes < 1.3 * state_bytes
 
 
 DIGITS = "-m hvd_trainer.mnist --dataset digits --repeat 1 --save-every-steps 5 "
@@ -202,16 +210,19 @@ def test_killed_job_resumes_with_the_same_bits(
         assert [mine.get(key) for key in same] == [theirs.get(key) for key in same]
 
 
-@pytest.mark.parametrize(("replicas", "cut"), [(3, "1,3"), (3, "2,2"), (2, "1,3")])
-def test_resume_says_that_the_model_is_cut_elsewhere(replicas: int, cut: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("replicas", "cuts"), [(3, ("1,3", "2,2")), (2, ("1,3",))])
+def test_resume_says_that_the_model_is_cut_elsewhere(replicas: int, cuts: tuple[str, ...], tmp_path: Path) -> None:
     """`--balance time` may cut elsewhere, and from three replicas on that changes the order of sums."""
     argv = [*REVIEWS.split(), "--global-batch-size", "12", "--stages", "2", "--chunks", "2", "--backend", "ddp"]
-    argv += ["--log-dir", str(tmp_path), "--layers", "2"]
-    launch(QUICKEST, 2 * replicas, [*argv, "--balance", "2,2", "--max-steps", "3"])
-    resumed = launch(QUICKEST, 2 * replicas, [*argv, "--balance", cut, "--max-steps", "5", "--resume", "auto"])
-    said = "resume   the model is cut into 1,3 blocks, and was into 2,2: "
-    assert (said in resumed.stdout) == (replicas == 3 and cut == "1,3"), resumed.stdout
-    assert ("For the same type --balance 2,2" in resumed.stdout) == (said in resumed.stdout)
+    argv += ["--layers", "2", "--log-dir"]
+    launch(QUICKEST, 2 * replicas, [*argv, str(tmp_path / "first"), "--balance", "2,2", "--max-steps", "3"])
+    for cut in cuts:
+        folder = shutil.copytree(tmp_path / "first", tmp_path / cut)
+        options = ["--balance", cut, "--max-steps", "5", "--resume", "auto"]
+        resumed = launch(QUICKEST, 2 * replicas, [*argv, str(folder), *options]).stdout
+        is_said = replicas == 3 and cut == "1,3"
+        assert ("resume   the model is cut into 1,3 blocks, and was into 2,2: " in resumed) == is_said, resumed
+        assert ("For the same type --balance 2,2" in resumed) == is_said
 
 
 ON_ANOTHER_HOST = """

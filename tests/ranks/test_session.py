@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from combinations import case
-from launchers import LaunchError, run_ranks
+from launchers import LaunchError, in_ranks
 
 from hvd_trainer import backends
 from hvd_trainer.backends import EngineOptions
@@ -18,7 +18,7 @@ from hvd_trainer.backends.session import Session
 from hvd_trainer.errors import PeerError
 
 
-def meet(worlds: int) -> tuple[int, list[str]]:
+def meet(worlds: int) -> list[str]:
     """Meet several times in one process; return what the other rank has put into the store each time."""
     session, found = Session(EngineOptions()), []
     for number in range(worlds):
@@ -30,10 +30,10 @@ def meet(worlds: int) -> tuple[int, list[str]]:
         session.end()
         assert session.monitor is None
     assert not dist.is_initialized()
-    return rank, found
+    return found
 
 
-def fail_in_rank_1() -> tuple[int, str]:
+def fail_in_rank_1() -> str:
     """Return the error that each rank ends by: rank 1 fails, and rank 0 once the monitor knows of that."""
     session = Session(EngineOptions())
     session.start(Engine())
@@ -43,24 +43,22 @@ def fail_in_rank_1() -> tuple[int, str]:
     try:
         session.end(error)
     except PeerError as peer_error:
-        return session.world.rank, str(peer_error)
-    return session.world.rank, "stands"
+        return str(peer_error)
+    return "stands"
 
 
 def test_session_connects_ranks_without_an_engine() -> None:
-    assert run_ranks(meet, num_processes=2, args=(2,)) == [
-        [f"{other} in world {number}" for number in range(2)] for other in (1, 0)
-    ]
+    assert in_ranks(2, meet, 2) == [[f"{other} in world {number}" for number in range(2)] for other in (1, 0)]
 
 
 def test_session_names_the_rank_of_the_root_cause() -> None:
-    first, second = run_ranks(fail_in_rank_1, num_processes=2)
+    first, second = in_ranks(2, fail_in_rank_1)
     assert "stopped because rank 1 failed or ended" in first
     assert "(the consequence)" in first
     assert second == "stands"
 
 
-def count_threads(numbers: list[int | None]) -> tuple[int, list[int]]:
+def count_threads(numbers: list[int | None]) -> list[int]:
     """Return the CPU threads of a rank after each session, before which its program has set a number or none."""
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     session, threads = Session(EngineOptions(), environ), []
@@ -70,15 +68,15 @@ def count_threads(numbers: list[int | None]) -> tuple[int, list[int]]:
         session.start(Engine())
         threads.append(torch.get_num_threads())
         session.end()
-    return session.world.rank, threads
+    return threads
 
 
 def test_threads_that_the_program_has_set_are_kept() -> None:
     share = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert run_ranks(count_threads, num_processes=2, args=([None, None, 5],)) == [[share, share, 5]] * 2
+    assert in_ranks(2, count_threads, [None, None, 5]) == [[share, share, 5]] * 2
 
 
-def leave_early(backend_name: str) -> tuple[int, None]:
+def leave_early(backend_name: str) -> None:
     """Leave with fewer exchanges than rank 0 makes, as with fewer batches."""
     with backends.create(EngineOptions(backend=backend_name)) as backend:  # type: ignore[arg-type]
         backend.collectives.barrier()
@@ -86,7 +84,6 @@ def leave_early(backend_name: str) -> tuple[int, None]:
             # The first of them meets the one by which the other rank leaves.
             backend.collectives.barrier()
             backend.collectives.barrier()
-    return backend.world.rank, None
 
 
 @pytest.mark.parametrize("backend", [case("ddp"), case("horovod")])
@@ -95,7 +92,7 @@ def test_rank_that_left_is_blamed_for_the_exchange_that_it_did_not_make(backend:
     with pytest.raises(
         LaunchError, match=r"failure: rank 1 of 2 .*: came to its end, and rank 0 was in a collective"
     ):
-        run_ranks(leave_early, num_processes=2, args=(backend,))
+        in_ranks(2, leave_early, backend)
 
 
 def test_session_is_closed_whatever_its_engine_raises(monkeypatch: pytest.MonkeyPatch) -> None:

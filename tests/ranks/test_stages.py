@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from contextlib import suppress
 from functools import cache
@@ -14,11 +13,11 @@ import pytest
 import torch
 import trainings
 from combinations import case
-from launchers import RankError, requires, run_ranks
+from launchers import RankError, in_ranks, requires
 from torch import Tensor, nn
 from trainings import StopAfter, StoppedError, options_of, signs
 
-from hvd_trainer import Callback, Trainer, accuracy, detect
+from hvd_trainer import Callback, Trainer, accuracy
 from hvd_trainer.errors import UserError
 from hvd_trainer.optim import non_finite
 from hvd_trainer.parallel import fsdp
@@ -154,7 +153,7 @@ def fit_unused(parallel: dict[str, Any]) -> None:
     trainings.fit(options_of("ddp", **parallel), whole, signs(NUM), optimizer=two_groups(whole))
 
 
-def cut_on_the_host(parallel: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def cut_on_the_host(parallel: dict[str, Any]) -> dict[str, Any]:
     """Lay out a model and its optimizer's state, which differ between replicas before; return what they became."""
     options = options_of("ddp", **parallel)
     with Trainer(options) as trainer:
@@ -177,12 +176,12 @@ def cut_on_the_host(parallel: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         updates = placement.gather(optimizer.state_dict()["state"])
         placement.close()
         if merged is None or updates is None:
-            return backend.world.rank, {"held": held}
+            return {"held": held}
         same = {
             "weights": all(value.equal(merged[name]) for name, value in weights.items()),
             "state": all(v.equal(updates[number][key]) for number, its in state.items() for key, v in its.items()),
         }
-        return backend.world.rank, {"held": held, **same}
+        return {"held": held, **same}
 
 
 def _watched_cuts(whole: nn.Module) -> list[str]:
@@ -216,7 +215,7 @@ def fit_tied() -> None:
     trainings.fit(options_of("ddp", shard="full"), whole, signs(NUM))
 
 
-def run_all(backend: str, runs: dict[str, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+def run_all(backend: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Train several set-ups one after the other, in one launch."""
     non_finite.MAX_UNREAD_LOSSES = 5  # so that all ranks or none read their losses in the middle of an epoch
     found = {}
@@ -225,7 +224,7 @@ def run_all(backend: str, runs: dict[str, dict[str, Any]]) -> tuple[int, dict[st
             found[name] = fit(backend, **how)
         except UserError as error:
             found[name] = {"error": f"{type(error).__name__}: {error}"}
-    return detect(os.environ).rank, found
+    return found
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -319,7 +318,7 @@ def trained(backend: str, size: int) -> list[dict[str, Any]]:
         if backend == "ddp":
             runs |= {name: how for name, (how, _) in sliced_in_stages().items()}
             runs |= {f"whole, {name}": how for name, (_, how) in sliced_in_stages().items()}
-    return run_ranks(run_all, num_processes=size, args=(backend, runs), timeout_s=200)
+    return in_ranks(size, run_all, backend, runs)
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -420,7 +419,7 @@ def test_full_sharding_with_chunks_is_close_to_one_process() -> None:
 )
 def test_models_are_moved_to_gpus_block_by_block(size: int, parallel: dict[str, Any]) -> None:
     """A model was moved to every rank's GPU as a whole, and cut there."""
-    ranks = run_ranks(cut_on_the_host, num_processes=size, args=(parallel,))
+    ranks = in_ranks(size, cut_on_the_host, parallel)
     assert [rank["held"] for rank in ranks] == [[]] * size
     assert ranks[0]["weights"], "those of the first copy"
     assert ranks[0]["state"]
@@ -429,7 +428,7 @@ def test_models_are_moved_to_gpus_block_by_block(size: int, parallel: dict[str, 
 def test_blocks_that_share_a_parameter_are_refused() -> None:
     """Each block had a parameter of its own from then on, and the optimizer knew only one."""
     with pytest.raises(RankError, match="--shard full: the blocks 0 and 2 share a parameter"):
-        run_ranks(fit_tied, num_processes=2)
+        in_ranks(2, fit_tied)
 
 
 @pytest.mark.parametrize(
@@ -453,13 +452,13 @@ def test_gathering_policy_uses_bf16_on_gpus(device: str, precision: str, gathere
 def test_parameter_without_a_gradient_is_named(parallel: dict[str, Any]) -> None:
     """A sharded parameter had no name in the error, and one in a stage another name than the user's."""
     with pytest.raises(RankError, match=r"1 parameter got no gradient in this step \(6\.forgotten\)"):
-        run_ranks(fit_unused, num_processes=2, args=(parallel,))
+        in_ranks(2, fit_unused, parallel)
 
 
 def test_second_cut_of_a_model_is_refused() -> None:
     """The error was PyTorch's "Cannot copy out of meta tensor"."""
     with pytest.raises(RankError, match="An earlier training of this process has cut this model elsewhere"):
-        run_ranks(cut_twice, num_processes=2)
+        in_ranks(2, cut_twice)
 
 
 def test_activation_checkpointing_changes_no_bit() -> None:
@@ -478,7 +477,7 @@ def interrupted_and_not(shape: tuple[str, int, dict[str, Any]], folder: Path) ->
         "first part": {**usual, **parts, "save_every_steps": 5, "stop_after": 7},
         "second part": {**usual, **parts, "resume": "auto"},
     }
-    return run_ranks(run_all, num_processes=size, args=(backend, runs))
+    return in_ranks(size, run_all, backend, runs)
 
 
 SAVED: list[tuple[str, int, dict[str, Any]]] = [
@@ -524,9 +523,9 @@ def stopped_and_resumed(shapes: list[int], folder: Path) -> dict[str, Any]:
     first, second = (SHAPES[number] for number in shapes)
     common = {"log_dir": str(folder), "dropout": 0.0}
     saving = {"parallel": first[2], **common, "save_every_steps": 5, "stop_after": 6}
-    run_ranks(run_all, num_processes=first[1], args=(first[0], {"run": saving}))
+    in_ranks(first[1], run_all, first[0], {"run": saving})
     going_on = {"parallel": second[2], **common, "resume": "auto"}
-    ranks = run_ranks(run_all, num_processes=second[1], args=(second[0], {"run": going_on}))
+    ranks = in_ranks(second[1], run_all, second[0], {"run": going_on})
     run: dict[str, Any] = ranks[0]["run"]
     return run
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from launchers import QUICKEST, REPOSITORY, command_line, launch, requires, run_ranks
+from launchers import QUICKEST, REPOSITORY, command_line, in_ranks, launch, requires
 from records import OF_ONE_RUN, lines
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -86,9 +86,7 @@ def train(
             metrics={"accuracy": accuracy},
             callbacks=[rates],
         )
-        rank = trainer.world.rank
     return {
-        "rank": rank,
         "records": history.epochs,
         "rates": rates.rates,
         "epochs": rates.epochs,
@@ -127,7 +125,7 @@ def refused(*args: Any, **options: Any) -> str:
     return "nothing"
 
 
-def many(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
+def many(backend: str, folder: str) -> dict[str, Any]:
     """Train several set-ups in one process, each of which starts the engine anew."""
     log = str(Path(folder) / backend)
     found = {
@@ -151,7 +149,7 @@ def many(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
     }
     if backend == "horovod":  # whose hooks are ours; compiling takes each rank 11 s
         found["compiled"] = train(backend, compile="default", epochs=1)
-    return found["plain"]["rank"], found
+    return found
 
 
 ENGINES = ("ddp", "horovod")
@@ -166,7 +164,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Run all trainings of `many`, per engine and rank."""
-    return {name: run_ranks(many, num_processes=2, args=(name, str(folder)), timeout_s=240) for name in ENGINES}
+    return {name: in_ranks(2, many, name, str(folder)) for name in ENGINES}
 
 
 KINDS = (
@@ -225,29 +223,24 @@ def test_decay_resumes_with_another_epoch_length(decay: Decay, rate: float, step
     assert rate_at(1.0, step_epochs=1 / steps_per_epoch, decay=decay) == pytest.approx(rate)
 
 
-def resumed_in_warmup(backend: str, folder: str, **options: Any) -> tuple[int, Any]:
+def resumed_in_warmup(backend: str, folder: str, **options: Any) -> tuple[list[float], float]:
     """Train with warm-up over one epoch; return the rates of all steps, and that of the last line of the log."""
-    run = train(
-        backend, folder, global_batch_size=None, batch_size=4, warmup_epochs=1.0, lr_decay="linear", **options
-    )
-    return run["rank"], (run["rates"], lines(Path(folder))[-1]["lr"])
+    how = {"global_batch_size": None, "batch_size": 4, "warmup_epochs": 1.0, "lr_decay": "linear", **options}
+    return train(backend, folder, **how)["rates"], lines(Path(folder))[-1]["lr"]
 
 
-@pytest.mark.parametrize("backend", ENGINES)
-@pytest.mark.parametrize("before", [5, 7])
+@pytest.mark.parametrize(("backend", "before"), [("ddp", 7), ("horovod", 5)])
 def test_warmup_resumes_on_half_of_the_ranks(backend: str, before: int, tmp_path: Path) -> None:
     """Warm-up counted steps, of which one rank has twice as many: the rate was 0.6 of what it should be."""
-    args, ranks = (backend, str(tmp_path)), {"num_processes": 2}
-    for first, *_ in run_ranks(resumed_in_warmup, args=args, kwargs={"max_steps": before}, **ranks):
+    args = (resumed_in_warmup, backend, str(tmp_path))
+    for first, _ in in_ranks(2, *args, max_steps=before):
         assert first[:5] == pytest.approx([0.5 * (step / 5 + 0.2) / 1.2 for step in range(5)])
-    options = {"resume": "auto"}
-    ((resumed, *_),) = run_ranks(resumed_in_warmup, num_processes=1, args=args, kwargs=options)
+    ((resumed, _),) = in_ranks(1, *args, resume="auto")
     # A step of one rank is a tenth of an epoch; the second epoch is the decay.
     done = [before / 5 + step / 10 for step in range(20 - 2 * before)]
     assert resumed == pytest.approx([0.5 * (2 - epochs) for epochs in done])
     # Nothing is left to train: the rate is that of the last step, not that of the end of the decay.
-    ((nothing, logged),) = run_ranks(resumed_in_warmup, num_processes=1, args=args, kwargs=options)
-    assert (nothing, logged) == ([], pytest.approx(0.05))
+    assert in_ranks(1, *args, resume="auto") == [([], pytest.approx(0.05))]
 
 
 class Diverging(nn.Module):
@@ -263,31 +256,23 @@ class Diverging(nn.Module):
         return loss if torch.is_grad_enabled() or self.evaluations > 1 else loss * math.inf
 
 
-def train_in_parts(backend: str, folder: str) -> tuple[int, list[list[dict[str, Any]]]]:
+def train_in_parts(backend: str, folder: str) -> list[list[dict[str, Any]]]:
     """Train an epoch, two more, and again when nothing is left, also in another folder; return the records."""
     log = {"log_dir": folder, "resume": "auto"}
     elsewhere = {"log_dir": f"{folder}-2", "resume": folder}
-    parts = [
-        *({"epochs": 1, **log}, {"epochs": 3, **log}, {"epochs": 3, **log}),
-        *(
-            {"epochs": 3, **elsewhere},
-            {"epochs": 4, "max_steps": 17, **log},
-            {"epochs": 4, "max_steps": 17, **log},
-        ),
-    ]
+    longer = {"epochs": 4, "max_steps": 17, **log}
+    parts = [{"epochs": 1, **log}, *[{"epochs": 3, **log}] * 2, {"epochs": 3, **elsewhere}, longer, longer]
     runs = []
     for part in parts:
         _finished.clear()  # each stands for a process of its own
         runs.append(train(backend, loss=Diverging(), **part))
-    kept = [[{k: v for k, v in r.items() if k not in OF_ONE_RUN} for r in run["records"]] for run in runs]
-    return runs[0]["rank"], kept
+    return [[{k: v for k, v in r.items() if k not in OF_ONE_RUN} for r in run["records"]] for run in runs]
 
 
-@pytest.mark.parametrize("backend", ENGINES)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("backend", "size"), [("single", 1), ("ddp", 2), ("horovod", 2)])
 def test_history_of_a_resumed_run_has_all_epochs(backend: str, size: int, tmp_path: Path) -> None:
     """The history of a finished run was empty: `fit(...)[-1]["val_loss"]` was an IndexError."""
-    for rank in run_ranks(train_in_parts, num_processes=size, args=(backend, str(tmp_path))):
+    for rank in in_ranks(size, train_in_parts, backend, str(tmp_path)):
         first, all_three, again, elsewhere, longer, finished = rank
         assert [record["epoch"] for record in all_three] == [1, 2, 3]
         assert all_three[0] == first[0]
@@ -465,18 +450,15 @@ class Counter(nn.Linear):
         assert len(state["shape"]) == self.calls
 
 
-def count_calls(backend: str, folder: str, **options: Any) -> tuple[int, list[list[int]]]:
+def count_calls(backend: str, folder: str, **options: Any) -> list[list[int]]:
     """Train one epoch, and another one in a resumed run; return the calls of each layer after each."""
     calls = []
     for epochs in (1, 2):
         model = nn.Sequential(Counter(6, 4), Counter(4, 2))
-        chosen = options_of(backend, epochs=epochs, global_batch_size=8, log_dir=folder, resume="auto", **options)
-        with Trainer(chosen) as trainer:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            trainer.fit(model, optimizer, nn.functional.cross_entropy, signs(24))
-            rank = trainer.world.rank
+        how = {"epochs": epochs, "global_batch_size": 8, "log_dir": folder, "resume": "auto", **options}
+        fit(options_of(backend, **how), model, signs(24))
         calls.append([layer.calls for layer in model])  # type: ignore[misc]
-    return rank, calls
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -486,9 +468,7 @@ def count_calls(backend: str, folder: str, **options: Any) -> tuple[int, list[li
 )
 def test_extra_state_of_modules_is_kept(backend: str, options: dict[str, Any], tmp_path: Path) -> None:
     """The start compared its shape, which it need not have, and a stage's was overwritten by another stage's."""
-    for rank, (first, second) in enumerate(
-        run_ranks(count_calls, num_processes=2, args=(backend, str(tmp_path)), kwargs=options)
-    ):
+    for rank, (first, second) in enumerate(in_ranks(2, count_calls, backend, str(tmp_path), **options)):
         own = slice(rank, rank + 1) if "stages" in options else slice(None)
         assert min(first[own]) > 0
         assert second[own] == [2 * count for count in first[own]]
@@ -557,19 +537,19 @@ class Frozen(Callback):
         self.counts.add(gc.get_freeze_count())
 
 
-def count_frozen(backend: str) -> tuple[int, tuple[int, int]]:
+def count_frozen(backend: str) -> tuple[int, int]:
     """Train once; return the rank, and how many objects are frozen: the least in its steps, and at the end."""
     frozen, model = Frozen(), small_model()
     fit(options_of(backend, epochs=1), model, signs(NUM), callbacks=[frozen])
-    return int(os.environ.get("RANK", 0)), (min(frozen.counts), gc.get_freeze_count())
+    return min(frozen.counts), gc.get_freeze_count()
 
 
 def test_garbage_collections_leave_out_modules_while_ranks_train() -> None:
     """A full collection took 0.17 s with PyTorch's modules, at another step in each rank."""
-    for in_steps, after in run_ranks(count_frozen, num_processes=2, args=("ddp",)):
+    for in_steps, after in in_ranks(2, count_frozen, "ddp"):
         assert in_steps > 100_000
         assert after == 0
-    assert count_frozen("single")[1] == (0, 0), "a notebook's next model may need the memory of the last one"
+    assert count_frozen("single") == (0, 0), "a notebook's next model may need the memory of the last one"
 
 
 def test_quiet_prints_nothing() -> None:

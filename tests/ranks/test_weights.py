@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 from combinations import case
-from launchers import RankError, requires, run_ranks
+from launchers import RankError, in_ranks, requires
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from trainings import fit, options_of
+from trainings import WholeWeights, fit, options_of
 
-from hvd_trainer import Callback, OptionError, TensorData, detect
+from hvd_trainer import OptionError, TensorData, detect
 from hvd_trainer.data import DataShard
 from hvd_trainer.data.shard import epoch_order
-from hvd_trainer.utils.tensors import state_on_this_stage
 
 pytestmark = pytest.mark.warm
 
@@ -91,20 +90,9 @@ def is_short(outputs: Tensor, targets: Tensor) -> Tensor:
     return (targets >= 0).sum(1) < 3
 
 
-class AtEnd(Callback):
-    """A callback that keeps the weights after the last epoch, on rank 0."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, Tensor] = {}
-
-    def on_epoch_end(self, run: Any, record: dict[str, Any]) -> None:
-        whole = run.state.parts.gather(state_on_this_stage(run.state.model)) or {}
-        self.weights = {name: tensor.clone() for name, tensor in whole.items()}
-
-
 def train(backend: str, data: Any = None, dtype: torch.dtype = torch.float64, **options: Any) -> dict[str, Any]:
     """Train with weights in tenths of words, which floats have not exactly; return figures and parameters."""
-    its, end = model().to(dtype), AtEnd()
+    its, end = model().to(dtype), WholeWeights()
     usual = {"epochs": EPOCHS, "global_batch_size": GLOBAL_BATCH, "workers": 0, "balance": "time"}
     history = fit(
         options_of(backend, **usual | options),
@@ -186,14 +174,13 @@ def ways_of(backend: str, size: int) -> dict[str, dict[str, Any]]:
     return WAYS[size] | (ONE_ENGINE.get(backend, {}) if size == 2 else {})
 
 
-def train_all(backend: str, size: int) -> tuple[int, dict[str, Any]]:
-    found = {name: train(backend, **how) for name, how in ways_of(backend, size).items()}
-    return detect(os.environ).rank, found
+def train_all(backend: str, size: int) -> dict[str, Any]:
+    return {name: train(backend, **how) for name, how in ways_of(backend, size).items()}
 
 
 @cache
 def trained(backend: str, size: int) -> list[dict[str, Any]]:
-    return run_ranks(train_all, num_processes=size, args=(backend, size), timeout_s=200)
+    return in_ranks(size, train_all, backend, size)
 
 
 @pytest.mark.parametrize(("backend", "size", "name"), CASES)
@@ -281,5 +268,5 @@ def train_with_one_bad_weight(backend: str, folder: str) -> None:
 @pytest.mark.parametrize("backend", [case("ddp"), case("horovod")])
 def test_bad_weight_of_one_rank_ends_all_before_a_save(backend: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"weight= gave -\d+ for a batch of rank 1, and a weight is a finite"):
-        run_ranks(train_with_one_bad_weight, num_processes=2, args=(backend, str(tmp_path)))
+        in_ranks(2, train_with_one_bad_weight, backend, str(tmp_path))
     assert not list(tmp_path.glob("checkpoints/*"))

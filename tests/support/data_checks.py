@@ -1,4 +1,4 @@
-"""Report from every rank which samples it received; `val_data.py` compares the ranks."""
+"""Report from every rank which samples it received; `test_data.py` compares the ranks."""
 
 from __future__ import annotations
 
@@ -159,11 +159,11 @@ def taken(batches: Iterator[Any], target: Callable[[Any], Tensor] = lambda targe
     return found
 
 
-def report(backend_name: str, folder: str) -> tuple[int, dict[str, Any]]:
+def report(backend_name: str, folder: str) -> dict[str, Any]:
     """Return all that is recorded about data on one engine in one launch."""
     with backends.create(EngineOptions(backend=backend_name)) as backend:  # type: ignore[arg-type]
         later = BATCH * backend.world.size
-        facts = {
+        return {
             "training": {kind: training(backend, kind) for kind in ("memory", "loader", "workers")},
             "evaluation": {count: evaluation(backend, count) for count in (FEW, NUM)},
             "streams": {case: streams(backend, Stream(case[0]), workers=case[1]) for case in STREAMS},
@@ -182,7 +182,6 @@ def report(backend_name: str, folder: str) -> tuple[int, dict[str, Any]]:
             "seeds": taken(loader(backend, Seeds(), 1).evaluation()),
             "once": once(backend, Path(folder)),
         }
-        return backend.world.rank, facts
 
 
 def loader(backend: Backend, data: Any, num_workers: int = 0) -> Loader:

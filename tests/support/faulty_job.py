@@ -1,4 +1,7 @@
-"""A small job in which a rank fails, or all do: `FAULT="what:rank:step"`, with a fault of `FAULTS`."""
+"""A small job in which a rank fails, or all do: `FAULT="what:rank:step"`, with a fault of `FAULTS`.
+
+OWN_FOLDERS=1: each rank works in a folder of its own, by its number.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +44,10 @@ def take_too_much_memory() -> None:
     torch.empty(2**50)
 
 
+def leave_no_place_for_its_trace() -> None:
+    Path("log/profile/rank-1.json.gz/full").mkdir(parents=True, exist_ok=True)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "raises": raise_an_error,
     "raises in the loss": raise_an_error,
@@ -53,6 +61,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "asserts on the device": use_a_label_out_of_range,
     "takes too much memory": take_too_much_memory,
     "lives": lambda: None,
+    "is slow": lambda: None,
+    "has no place for its trace": leave_no_place_for_its_trace,
 }
 
 
@@ -81,14 +91,23 @@ class Grief(Callback):
         return nn.functional.mse_loss(outputs, targets)
 
 
+def fetch_slowly(inputs: Tensor) -> Tensor:
+    time.sleep(0.03)
+    return inputs
+
+
 def main(options: TrainerOptions) -> None:
     with Trainer(options) as trainer:
+        grief, rank = Grief(), str(trainer.world.rank)
+        if "OWN_FOLDERS" in os.environ:
+            Path(rank).mkdir(exist_ok=True)
+            os.chdir(rank)
+        is_slow = grief.what == "is slow" and grief.who == rank
         model = nn.Linear(2, 1)
-        data = TensorData(torch.ones(2048, 2), torch.ones(2048, 1))
+        data = TensorData(torch.ones(2048, 2), torch.ones(2048, 1), fetch_slowly if is_slow else None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        grief = Grief()
         trainer.fit(model, optimizer, grief.loss, data, callbacks=[grief])
-        if grief.what == "raises after fit" and grief.who == str(trainer.world.rank):
+        if grief.what == "raises after fit" and grief.who == rank:
             raise_an_error()
 
 

@@ -18,11 +18,10 @@ class Checks(dict[str, Check]):
         return function
 
 
-def run_checks(checks: Mapping[str, Check]) -> tuple[int, dict[str, str | None]]:
+def run_checks(checks: Mapping[str, Check]) -> dict[str, str | None]:
     """Run checks; return each one's traceback, or None where it held."""
     outcomes: dict[str, str | None] = {}
     hvd.init(process_sets="dynamic")
-    rank = hvd.rank()
     for name, function in checks.items():
         try:
             function()
@@ -31,4 +30,4 @@ def run_checks(checks: Mapping[str, Check]) -> tuple[int, dict[str, str | None]]
             outcomes[name] = traceback.format_exc()
         hvd.barrier()
     hvd.shutdown()
-    return rank, outcomes
+    return outcomes

@@ -4,8 +4,9 @@ One command and its output::
 
     result = launch("horovodrun", 2, ["-m", "hvd_trainer.mnist", "--epochs", "1"])
 
-One function in N real ranks, and what each returned (see :func:`run_ranks`)::
+One function in N real ranks, and what each returned; with :func:`run_ranks` the function says which rank it is::
 
+    values = in_ranks(3, function, argument)
     values = run_ranks(function, num_processes=3, launcher="torchrun")
 
 A launch that the test disturbs::
@@ -47,10 +48,12 @@ __all__ = [
     "RankError",
     "Result",
     "command_line",
+    "in_ranks",
     "launch",
     "requires",
     "run_ranks",
     "start",
+    "write_script",
 ]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -208,6 +211,33 @@ def run_ranks(
             if result.returncode != 0:
                 raise LaunchError(job.report(f"no rank raised, exit code {result.returncode}"))
         return _in_rank_order([value for _, value in _outcomes(folder)], num_processes)
+
+
+def in_ranks(
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    env: Mapping[str, str | None] | None = None,
+    timeout_s: float = 240.0,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call a function in so many ranks by `QUICKEST`, which numbers them; return their values in rank order.
+
+    The function stands at the top level of a test module; errors are those of :func:`run_ranks`.
+    """
+    call = (function, *args)
+    return run_ranks(_numbered, num_processes=size, args=call, kwargs=kwargs, env=env, timeout_s=timeout_s)
+
+
+def _numbered(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[int, Any]:
+    rank = int(os.environ["RANK"])  # first: the function may change its variables
+    return rank, function(*args, **kwargs)
+
+
+def write_script(file: Path, text: str) -> Path:
+    """Write a script for a test to start; return its file."""
+    file.write_text(text)
+    return file
 
 
 def _outcomes(folder: Path) -> list[tuple[bool, Any]]:

@@ -107,7 +107,7 @@ def main() -> None:
     options = parser.parse_args()
     with ExitStack() as ending:
         if options.nodes == 1:
-            ray.init(num_cpus=2)
+            ray.init(num_cpus=2, include_dashboard=False)
         else:
             cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
             ending.callback(cluster.shutdown)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hvd_trainer import Callback, History, RunView, TensorData, Trainer, TrainerOptions
+from hvd_trainer import Callback, History, RunView, TensorData, Trainer, TrainerOptions, World
+from hvd_trainer.utils.tensors import state_on_this_stage
 
 
 def options_of(backend: str = "single", **chosen: Any) -> TrainerOptions:
@@ -32,6 +36,60 @@ def fit(options: TrainerOptions, model: nn.Module, train_data: Any, val_data: An
         return trainer.fit(model, train_data=train_data, val_data=val_data, **how)
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a rank has after a training."""
+
+    model: Any
+    optimizer: Any
+    world: World
+    history: History = field(default_factory=History)
+    """empty where the training was stopped"""
+
+    @property
+    def weights(self) -> str:
+        return digest(self.model.state_dict())
+
+    def records(self, *names: str) -> list[list[Any]]:
+        """Return figures of each epoch."""
+        return [[record[name] for name in names] for record in self.history]
+
+
+OF_FIT = frozenset(inspect.signature(Trainer.fit).parameters)
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def train(
+    backend: str,
+    make: Callable[[], nn.Module],
+    train_data: Any,
+    val_data: Any = None,
+    *,
+    optimizer: Callable[[Any], Any] = SGD,
+    stop_after: int | None = None,
+    ddp_kwargs: Mapping[str, Any] | None = None,
+    **how: Any,
+) -> Trained:
+    """Train until a step or the end.
+
+    Args:
+        make: makes the model, with the numbers that the trainer has seeded.
+        optimizer: makes one of the model's parameters.
+        stop_after: the step, if any.
+        ddp_kwargs: of the trainer.
+        how: further arguments of `Trainer.fit`, and options, by their names.
+    """
+    given = {"loss": nn.functional.cross_entropy, **{name: how.pop(name) for name in OF_FIT & how.keys()}}
+    given["callbacks"] = [*given.get("callbacks", ()), StopAfter(stop_after)]
+    with Trainer(options_of(backend, **how), ddp_kwargs=ddp_kwargs) as trainer:
+        model = make()
+        trained = Trained(model, optimizer(model.parameters()), trainer.world)
+        with suppress(StoppedError):
+            history = trainer.fit(model, trained.optimizer, train_data=train_data, val_data=val_data, **given)
+            trained = replace(trained, history=history)
+    return trained
+
+
 def signs(num: int) -> TensorData:
     """Return six numbers per sample, and whether their sum is positive."""
     inputs = torch.randn(num, 6, generator=torch.Generator().manual_seed(1))
@@ -40,20 +98,14 @@ def signs(num: int) -> TensorData:
 
 def fit_small(engine: str, callbacks: Sequence[Callback] = (), **options: Any) -> list[Any]:
     """Train a small network; return the digest of its weights, and the rank's place on its node and the nodes'."""
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    chosen = options_of(engine, **{"epochs": 4, "batch_size": 4, "device": "cpu", **options})
-    with Trainer(chosen) as trainer:
-        trainer.fit(model, optimizer, nn.functional.cross_entropy, signs(48), signs(12), callbacks=callbacks)
-        world = trainer.world
-    return [digest(model.state_dict()), [world.local_rank, world.local_size, world.node_rank, world.num_nodes]]
+    usual = {"epochs": 4, "batch_size": 4, "seed": 3, "device": "cpu", "callbacks": callbacks}
+    trained = train(engine, with_norm, signs(48), signs(12), **usual | options)
+    world = trained.world
+    return [trained.weights, [world.local_rank, world.local_size, world.node_rank, world.num_nodes]]
 
 
-def fit_small_rank(engine: str = "ddp") -> tuple[int, list[Any]]:
-    """Return the rank, by its number on the node, and what `fit_small` gives there."""
-    trained = fit_small(engine)
-    return trained[1][0], trained
+def with_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
 
 
 class StoppedError(Exception):
@@ -71,6 +123,18 @@ class StopAfter(Callback):
             raise StoppedError
 
 
+class WholeWeights(Callback):
+    """A callback that keeps, on rank 0, the weights of all stages after the last epoch."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+
+    def on_epoch_end(self, run: Any, record: dict[str, Any]) -> None:
+        whole = run.placement.gather(state_on_this_stage(run.model)) or {}
+        self.weights = {name: tensor.clone() for name, tensor in whole.items()}
+
+
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Return a digest of a state's tensors in their order."""
-    return hashlib.sha256(b"".join(its.numpy().tobytes() for its in tensors.values())).hexdigest()
+    rows = (tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors.values())
+    return hashlib.sha256(b"".join(row.numpy().tobytes() for row in rows)).hexdigest()

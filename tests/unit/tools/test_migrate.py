@@ -785,7 +785,7 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize("text", LAUNCHERS)
 def test_launchers_of_spark_and_ray_are_those_of_pytorch(text: str) -> None:
-    """tests/launchers/test_spark.py and test_ray.py run them."""
+    """tests/launchers/test_ray_and_spark.py runs them."""
     after, left = LAUNCHERS[text]
     result = one(text)
     assert result.after.endswith(after)
