@@ -130,11 +130,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _programs(migrated: Sequence[Migrated]) -> list[Path]:
     """Return the files that start a process group and are scripts, first those that train."""
-    from hvd_trainer.tools.migrate.source import imported_words
-
     starts = [file for file in migrated if file.path.suffix == ".py" and "init_process_group" in file.after]
-    imported = set[str]().union(*(imported_words(file.after) for file in migrated))
-    tops = [file for file in starts if "__main__" in file.after or file.path.stem not in imported]
+    names = [rf"(?m)^\s*(from|import)\b.*\b{file.path.stem}\b" for file in starts]
+    tops = [
+        it for it, name in zip(starts, names, strict=True) if not any(re.search(name, o.after) for o in migrated)
+    ]
     return [file.path for file in sorted(tops, key=lambda file: "backward(" not in file.after)]
 
 

@@ -25,18 +25,7 @@ OF_DDP = {
 }
 """Attributes that DistributedDataParallel has with the meaning that they have in the model."""
 INSPECTORS = {
-    "print",
-    "isinstance",
-    "len",
-    "type",
-    "id",
-    "repr",
-    "str",
-    "list",
-    "iter",
-    "deepcopy",
-    "save",
-    "hasattr",
+    *("print", "isinstance", "len", "type", "id", "repr", "str", "list", "iter", "deepcopy", "save", "hasattr")
 }
 """Functions, of Python and PyTorch, that do not call a model."""
 WITHOUT = m.Attribute(attr=m.Name("no_grad") | m.Name("inference_mode"))

@@ -172,14 +172,12 @@ def _migrate_all(
         source = rewriter.source
         result = Migrated(source.path, source.text, rewriter.code(), rewriter.used)
         left = [(node, name) for node, name in rewriter.left.items() if not rewriter.is_inner(node)]
-        rows = [_advice(source, node, name, reasons, rewriter.why) for node, name in left]
+        rows = [_advice(rewriter, node, name, reasons) for node, name in left]
         rows += [(line, what, advice) for made in plans for at, line, what, advice in made.notes if at is source]
         prefix = f"hvd.{folder.whole}"
         rows = [row for row in rows if not folder.whole or row[1].startswith(prefix)]
         lines = {row[0] for row in rows} | {source.line(node) for node in rewriter.left if folder.whole}
-        others = [
-            (result.before_line(line), what, advice) for line, what, advice in tokens_of(result.after, defined)
-        ]
+        others = [(result.before_line(at), what, how) for at, what, how in tokens_of(result.after, defined)]
         is_used = any(row[1].startswith("horovod.") for row in rows)  # by more than its import
         rows += [row for row in others if row[0] not in lines and not (is_used and row[1] == "horovod")]
         result.left = sorted({*rows})
@@ -223,13 +221,10 @@ def _plan(folder: Folder) -> tuple[list[Wrapping], dict[tuple[Path, int], str]]:
 
 
 def _advice(
-    source: Source,
-    node: cst.CSTNode,
-    name: str,
-    reasons: Mapping[tuple[Path, int], str],
-    why: Mapping[cst.CSTNode, str],
+    rewriter: Rewriter, node: cst.CSTNode, name: str, reasons: Mapping[tuple[Path, int], str]
 ) -> tuple[int, str, str]:
     """Return a row of what is left: line, what it is, and what to do by hand."""
+    source, why = rewriter.source, rewriter.why
     what, line = re.sub(rf"^{API}\.?", "hvd.", name).rstrip("."), source.line(node)
     called = what.partition(".")[2]
     advice = why.get(node, BY_HAND.get(called.split(".")[0], OTHERWISE))

@@ -59,11 +59,11 @@ class Rewriter(cst.CSTTransformer):
         self._module = source.module
         self.starts: set[str] = set()
         self._names: dict[cst.CSTNode, set[str]] = defaultdict(set)  # new variables of a statement
-        own = (
+        own = [
             top
             for top in source.module.body
             if any(map(self._is_import, source.find(cst.SimpleStatementLine, top)))
-        )
+        ]
         self._place = next((top for top in own if not isinstance(top, (cst.FunctionDef, cst.ClassDef))), None)
         if not self.keep:
             self._plan_aliases()
@@ -123,11 +123,8 @@ class Rewriter(cst.CSTTransformer):
         """Rewrite a name, called or not, that stands for another one."""
         parent: Any = self.source.parents[original_node]
         name = self.source.qualified(original_node)
-        if (
-            self.keep
-            and name == API == self.source.code(original_node)
-            and not isinstance(parent, cst.ImportAlias)
-        ):
+        is_whole = name == API == self.source.code(original_node) and not isinstance(parent, cst.ImportAlias)
+        if self.keep and is_whole:
             updated_node = cst.parse_expression("hvd_trainer.hvd")
         is_target = isinstance(parent, cst.AssignTarget) and isinstance(original_node, cst.Name)
         is_known = original_node in (getattr(parent, "keyword", None), getattr(parent, "name", None))
@@ -168,9 +165,8 @@ class Rewriter(cst.CSTTransformer):
         elif rule and own in source.gone:
             text = "None"
         elif rule and (own is not None or not (rule.lines or rule.special) or name in STARTS):
-            new = {
-                old.value: self._code(now.value) for old, now in zip(call.args, updated_node.args, strict=False)
-            }
+            pairs = zip(call.args, updated_node.args, strict=False)
+            new = {old.value: self._code(now.value) for old, now in pairs}
             usual = self._by_template if rule.lines else self._by_name
             try:
                 text = getattr(self, f"_{rule.names.split()[0]}", usual)(rule, call, new)
@@ -182,10 +178,8 @@ class Rewriter(cst.CSTTransformer):
                 self.why[call.func] = f"{APART}, and migrate again"
         if rule is None or text is None:
             return updated_node
-        texts, inside = (
-            [text, *source.before[own or call]],
-            [node for arg in call.args for node in source.below(arg)],
-        )
+        texts = [text, *source.before[own or call]]
+        inside = [node for arg in call.args for node in source.below(arg)]
         kept = {node: self.left[node] for node in inside if node in self.left and source.code(node) in str(texts)}
         made = self._use(rule, call, text)
         self.left |= kept
@@ -394,9 +388,7 @@ class Rewriter(cst.CSTTransformer):
             "divided": f" /= {size}" if is_float else exact,
             "root_rank": values.get("root_rank", "0"),
             "values": re.sub(
-                r"\.named_parameters\(\)$",
-                ".parameters()",
-                re.sub(r"\.state_dict\(\)$", ".state_dict().values()", tensor),
+                r"named_(parameters\(\))$", r"\1", re.sub(r"(state_dict\(\))$", r"\1.values()", tensor)
             ),
         }
         self._names[own] |= {x, tensor}

@@ -12,12 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import libcst as cst
 import msgspec
 from libcst import matchers as m
-from libcst.metadata import (
-    MetadataWrapper,
-    PositionProvider,
-    QualifiedNameSource,
-    ScopeProvider,
-)
+from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameSource, ScopeProvider
 from tqdm import tqdm
 
 from hvd_trainer.tools.migrate.table import Rule
@@ -207,7 +202,7 @@ class Source:
     @property
     def is_concerned(self) -> bool:
         """Whether something may have to be changed in it."""
-        planned = (
+        planned = [
             self.replaced,
             self.before,
             self.behind,
@@ -216,7 +211,7 @@ class Source:
             self.end,
             self.passed,
             self.starred,
-        )
+        ]
         return any(planned) or bool(re.search("horovod|synchronize", self.text)) or bool(self.attributes)
 
     def imports(self, other: Source) -> bool:

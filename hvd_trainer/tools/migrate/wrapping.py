@@ -29,17 +29,11 @@ SIGNATURE = [
     *("optimizer", "named_parameters", "compression", "backward_passes_per_step", "op"),
     *("gradient_predivide_factor", "num_groups", "groups", "sparse_as_dense"),
 ]
-USUAL = {
-    "compression": r"[\w.]*\bnone",
-    "backward_passes_per_step": "1",
-    "op": r"[\w.]*\bAverage",
-}
+USUAL = {"compression": r"[\w.]*\bnone", "backward_passes_per_step": "1", "op": r"[\w.]*\bAverage"}
 """Options that change what is exchanged, and the values with which they do not."""
 AVERAGE = "average_gradients"
 NO_ADASUM = "Adasum has no counterpart in torch.distributed"
-FROZEN = (
-    "DDP waits for gradients of what had them when it was wrapped: freeze before, or find_unused_parameters=True"
-)
+FROZEN = "DDP waits for gradients of what had them when it was wrapped: freeze it before"
 NAMED = m.Call(m.Attribute(attr=m.Name("state_dict") | m.Name("named_parameters")))
 
 
