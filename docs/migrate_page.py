@@ -74,6 +74,8 @@ with a result | `ray.train.torch.TorchTrainer`; torchrun; `TorchDistributor`, wh
 torch.distributed knows no names |
 | a collective of a tensor that is not seen to be detached, as its gradient may be used \
 | `.detach()`, or `torch.distributed.nn.functional` |
+| a parameter that is frozen after the model is wrapped, for whose gradient DDP waits | freeze it before, or \
+`find_unused_parameters=True` |
 | an optimizer of a loop before `join` that calls other collectives: then all is | call them behind the loop |
 | a model that is trained by other calls than its own | wrap what is called |
 | a model that another variable or object has before it is wrapped, and trains | wrap it before |
@@ -96,13 +98,13 @@ then compares once more, with a Horovod that does not; if these are the same, so
 
 def page() -> str:
     """Return the page."""
-    rows = [f"| {_calls(rule)} | {_becomes(rule)} | {rule.why} | {rule.test} |\n" for rule in TABLE.rules]
-    left = [f"| `{name}` | {advice} |\n" for name, advice in TABLE.by_hand.items()]
+    rows = [f"| {_calls(rule.names)} | {_becomes(rule)} | {rule.why} | {rule.test} |\n" for rule in TABLE.rules]
+    left = [f"| {_calls(names)} | {advice} |\n" for names, advice in TABLE.by_hand.items()]
     return "".join([BEGIN, *rows, LEFT, *left, MORE_LEFT, *map(_diff, SCRIPTS)])
 
 
-def _calls(rule: Rule) -> str:
-    return ", ".join(f"`{name}`" for name in rule.names.split())
+def _calls(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split())
 
 
 def _becomes(rule: Rule) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -39,8 +40,6 @@ results["gathered"] = hvd.allgather(rows)
 results["sent"] = hvd.broadcast(same, root_rank=1)
 results["kept"] = same.clone()
 results["counts"] = hvd.allreduce(torch.arange(3) + 2 * hvd.rank())
-handle = hvd.allreduce_async(same)
-results["later"] = hvd.synchronize(handle)
 hvd.allreduce_(rows[:1])
 hvd.broadcast_(same, root_rank=2)
 results["in place"] = torch.cat([rows[:1], same])
@@ -315,10 +314,23 @@ if there:
 size = hvd.size() if hvd is not None else 1
 torch.manual_seed(0)
 """
+WORLD = "import horovod.torch as hvd\n"
+OF_WORLD = (BEGIN + MODEL + WRAP + STEPS + RESULT).replace("hvd.", "w.hvd.").replace(WORLD, "import world as w\n")
+STARTED_TWICE = BEGIN.replace("hvd.init()", "def start():\n    hvd.init()\n\n\nstart()\nstart()")
+OF_JOB = JOB.partition("job = ")
 ADASUM = BEGIN + MODEL + WRAP.replace("named_p", "op=hvd.Adasum, named_p", 1) + STEPS
 ELASTIC = BEGIN + "@hvd.elastic.run\ndef train(state):\n    state.commit()\n"
 CASES = {
     "a subclass trains": ({"train": BEGIN + JOB}, False),
+    "a model of another file's object": (
+        {
+            "job": BEGIN + OF_JOB[0],
+            "train": "import torch\nfrom job import Absolute, hvd\n\n" + "".join(OF_JOB[1:]),
+        },
+        False,
+    ),
+    "by a module's attribute": ({"world": WORLD, "train": OF_WORLD}, False),
+    "started twice": ({"train": STARTED_TWICE + MODEL + WRAP + STEPS + RESULT}, False),
     "by a dictionary": (
         {"train": BEGIN + CONTAINER + MODEL + WRAP + STEPS + BY_PARTS + RESULT},
         True,
@@ -424,7 +436,7 @@ def run_files(texts: dict[str, str]) -> Any:
     *modules, (_, main) = texts.items()
     for name, text in modules:
         sys.modules[name] = types.ModuleType(name)
-        if "hvd" not in text:
+        if re.search(rf"(import|from) {name}\b", main):
             exec(compile(text, name, "exec"), vars(sys.modules[name]))
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(main, "train", "exec"), names)

@@ -36,6 +36,10 @@ LARGEST = 2**20
 """Files of more bytes are data."""
 LEFT = 3
 """Exit code: something is left to do by hand."""
+WRAPS = r"(?m)^ *[\w.]+ = (torch_)?DDP\("
+UNUSED = """\
+If a loss leaves out parameters, DDP ends in its second step: "Expected to have finished reduction in the prior
+iteration". Then write DDP(model, find_unused_parameters=True), and hand out of forward only what the loss uses."""
 COLOURS = {"+": "32", "-": "31", "@": "36"}
 
 
@@ -112,9 +116,9 @@ def main(argv: Sequence[str]) -> int:
     elif not options.json:
         done = "changed" if options.write else "to change: add --write"
         print(f"\n{plural(len(changed), 'file')} {done}")
-        programs = scripts or [
-            file.path for file in changed if file.path.suffix == ".py" and "init_process_group" in file.after
-        ]
+        if any(re.search(WRAPS, file.after) and not re.search(WRAPS, file.before) for file in changed):
+            print(UNUSED)
+        programs = scripts or _programs(migrated)
         if programs and changed and options.write:
             print(f"To start it, type: torchrun --nproc-per-node {options.np} {programs[0]}")
         elif programs and changed:
@@ -122,6 +126,16 @@ def main(argv: Sequence[str]) -> int:
     if options.check:
         return int(bool(changed))
     return code or (LEFT if left else 0)
+
+
+def _programs(migrated: Sequence[Migrated]) -> list[Path]:
+    """Return the files that start a process group and are scripts, first those that train."""
+    starts = [file for file in migrated if file.path.suffix == ".py" and "init_process_group" in file.after]
+    names = [rf"(?m)^\s*(from|import)\b.*\b{file.path.stem}\b" for file in starts]
+    tops = [
+        it for it, name in zip(starts, names, strict=True) if not any(re.search(name, o.after) for o in migrated)
+    ]
+    return [file.path for file in sorted(tops, key=lambda file: "backward(" not in file.after)]
 
 
 def _show(changed: Sequence[Migrated], left: Sequence[Migrated], is_written: bool) -> None:
@@ -140,7 +154,8 @@ def _show(changed: Sequence[Migrated], left: Sequence[Migrated], is_written: boo
     if len(facts) > 1:
         print("", "By file:", sep="\n")
         for fact in facts:
-            print(f"{fact['path']}: {plural(fact['migrated'], 'call')} migrated, {len(fact['left'])} left")
+            what = "call" if fact["path"].endswith(".py") else "command"
+            print(f"{fact['path']}: {plural(fact['migrated'], what)} migrated, {len(fact['left'])} left")
 
 
 def _facts(file: Migrated, is_written: bool) -> dict[str, Any]:

@@ -6,16 +6,15 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import libcst as cst
-import torch
 from libcst import matchers as m
 
 from hvd_trainer.tools.migrate.imports import names_of
-from hvd_trainer.tools.migrate.source import API, Source
+from hvd_trainer.tools.migrate.source import API, Source, progress
 from hvd_trainer.tools.migrate.table import BY_NAME
 
 Variable = tuple[Source, str]
@@ -25,22 +24,8 @@ OF_DDP = {
     *("no_sync", "register_comm_hook", "join", "to", "cuda", "cpu", "float", "half"),
 }
 """Attributes that DistributedDataParallel has with the meaning that they have in the model."""
-PASSES = {"forward", "__call__", "_call_impl"}
-INSPECTING = {*OF_DDP, *dir(torch.nn.Module), *dir(torch.Tensor)} - PASSES
-"""Methods of a model, or of what is in it, that compute no result of it."""
 INSPECTORS = {
-    "print",
-    "isinstance",
-    "len",
-    "type",
-    "id",
-    "repr",
-    "str",
-    "list",
-    "iter",
-    "deepcopy",
-    "save",
-    "hasattr",
+    *("print", "isinstance", "len", "type", "id", "repr", "str", "list", "iter", "deepcopy", "save", "hasattr")
 }
 """Functions, of Python and PyTorch, that do not call a model."""
 WITHOUT = m.Attribute(attr=m.Name("no_grad") | m.Name("inference_mode"))
@@ -73,18 +58,13 @@ class Folder:
         self, texts: Mapping[Path, str], keep: Mapping[Path, set[str]] | None = None, whole: str = ""
     ) -> None:
         self.keep, self.wrapped, self.is_sure, self.is_started = keep, set[cst.CSTNode](), False, False
-        self.sources = [Source(path, text) for path, text in texts.items()]
+        self.sources = [Source(path, text) for path, text in progress(texts.items(), "parse")]
         self._calls = [(source, call) for source in self.sources for call in source.find(cst.Call)]
         self.definitions: dict[str, list[tuple[Source, Any]]] = defaultdict(list)
         for source in self.sources:
             for node in source.below(source.module):
                 if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
                     self.definitions[node.name.value].append((source, node))
-        self.given: dict[Variable, list[tuple[Source, cst.Arg]]] = defaultdict(list)
-        for source in self.sources:
-            for arg in source.find(cst.Arg):
-                if place := self.parameter(source, arg):
-                    self.given[place].append((source, arg))
         self._find_aliases()
         given = self._given_horovod()
         while any(key not in source.passed for source, key in given):  # which may give it on in their turn
@@ -102,11 +82,20 @@ class Folder:
 
     def _given_horovod(self) -> list[Variable]:
         """Return the parameters that get `horovod.torch`."""
-        return [
-            place
-            for place, args in self.given.items()
-            if any(at.may_have_horovod and at.qualified(arg.value) == API for at, arg in args)
-        ]
+        sources = [source for source in self.sources if source.may_have_horovod]
+        args = [(source, arg) for source in sources for arg in source.find(cst.Arg)]
+        places = (self.parameter(at, arg) for at, arg in args if at.qualified(arg.value) == API)
+        return [place for place in places if place]
+
+    @cached_property
+    def given(self) -> dict[Variable, list[tuple[Source, cst.Arg]]]:
+        """The arguments that parameters of these files get."""
+        result: dict[Variable, list[tuple[Source, cst.Arg]]] = defaultdict(list)
+        for source in self.sources:
+            for arg in source.find(cst.Arg):
+                if place := self.parameter(source, arg):
+                    result[place].append((source, arg))
+        return result
 
     def _find_aliases(self) -> None:
         """Find variables, attributes and imports that stand for `horovod.torch`, in all files."""
@@ -127,11 +116,12 @@ class Folder:
                 name for node in imports for name, whole, _ in names_of(node) if whole == API
             }
         for source in self.sources:
-            for imported in source.find(cst.ImportFrom):
+            for imported in [*source.find(cst.Import), *source.find(cst.ImportFrom)]:
                 for name, whole, _ in names_of(imported):
                     module, _, wanted = whole.rpartition(".")
                     have = known.get(module.rpartition(".")[2], set()) - {"*"}
                     source.passed |= {whole} if wanted in have else set()
+                    source.passed |= {f"{whole}.{one}" for one in known.get(wanted, ())}  # as its attribute
                     source.starred |= have if name == "*" and not whole.startswith("horovod") else set()
 
     def defined(self, source: Source, node: cst.CSTNode) -> list[tuple[Source, Any]]:
@@ -230,12 +220,22 @@ class Folder:
         rest = {*self.sources}.difference(*result)
         return [*result, rest] if rest else result
 
-    def starts_again(self, source: Source) -> bool:
-        """Return whether a script that has a file starts Horovod in several places."""
+    def starts_again(self, source: Source, call: cst.Call) -> bool:
+        """Return whether a script that has a call starts Horovod in several places, or may make it twice."""
         starts = [at for at, _ in self.calls("init")]
-        return self.is_started or any(
-            sum(at in files for at in starts) > 1 for files in self.scripts if source in files
-        )
+        is_one = all(sum(at in files for at in starts) < 2 for files in self.scripts if source in files)
+        return self.is_started or not is_one or not self._is_once(source, call)
+
+    def _is_once(self, source: Source, node: cst.CSTNode) -> bool:
+        """Return whether a place is seen to be run once in a process."""
+        seen = set[cst.CSTNode]()
+        while (function := source.function(node)) is not None:
+            calls = self.calls_of(source, function)
+            if len(calls) != 1 or function in seen:
+                return False
+            seen.add(function)
+            source, node = calls[0]
+        return True
 
     def reached(self, calls: Sequence[cst.Call]) -> set[str]:
         """Return the names of all functions that calls may run, by way of others in these files, too."""
@@ -335,8 +335,7 @@ def follow(
             else:
                 called = source.code(outer.func)
                 other = f"give it `{source.code(node)}.module` if it does not call it"
-                advice = f"`{called}`, which is not in these files, gets the DDP object: {other}"
-                result.note(source, node, advice)
+                result.note(source, node, f"`{called}`, which is not followed, gets the DDP object: {other}")
         else:
             targets = assigned_to(folder, source, node)
             passed += targets or []
@@ -364,6 +363,14 @@ def is_trained(folder: Folder, variable: Variable, after: cst.CSTNode | None, wr
         return True
 
 
+@cache
+def _inspecting() -> set[str]:
+    """Return the methods of a model, or of what is in it, that compute no result of it."""
+    import torch
+
+    return {*OF_DDP, *dir(torch.nn.Module), *dir(torch.Tensor)} - {"forward", "__call__", "_call_impl"}
+
+
 def _check_inside(folder: Folder, source: Source, node: cst.CSTNode) -> None:
     """See that the training uses no part of a model past DDP.
 
@@ -376,7 +383,7 @@ def _check_inside(folder: Folder, source: Source, node: cst.CSTNode) -> None:
     if is_evaluation(source, node):
         return
     is_called = isinstance(outer, cst.Call) and outer.func is last
-    if is_called and name not in INSPECTING and not isinstance(source.parents[outer], cst.Expr):
+    if is_called and name not in _inspecting() and not isinstance(source.parents[outer], cst.Expr):
         raise NotFollowedError(f"the training calls `{source.code(last)}`, which DDP does not see")
     places = assigned_to(folder, source, last) or []  # type: ignore[arg-type]
     if isinstance(outer, cst.Arg) and (place := folder.parameter(source, outer)):

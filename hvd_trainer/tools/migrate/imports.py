@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from typing import Any
@@ -15,8 +14,8 @@ from libcst.helpers import get_full_name_for_node
 from hvd_trainer.tools.migrate.source import API
 
 NEEDED = {
-    r"\bos\.environ\b": "import os",
     r"\bcontextlib\.nullcontext\b": "import contextlib",
+    r"\bos\.environ\b": "import os",
     r"\btorch\.(cat|zeros_like|nn\.SyncB|cuda\.is)": "import torch",
     r"\bTorchDistributor\(": "from pyspark.ml.torch.distributor import TorchDistributor",
     r"\bTorchTrainer\(": "from ray.train.torch import TorchTrainer",
@@ -28,6 +27,7 @@ NEEDED = {
 """Imports that the new code needs, by a pattern of what it uses."""
 IMPORT = m.SimpleStatementLine([m.Import() | m.ImportFrom()])
 PLACE = "import _horovod"
+IS_PLACE = m.SimpleStatementLine([m.Import([m.ImportAlias(m.Name("_horovod"))])])
 """Stands where Horovod was imported."""
 HEAD = m.Try() | m.SimpleStatementLine([m.Import() | m.ImportFrom() | m.Expr(m.SimpleString())])
 
@@ -56,36 +56,22 @@ def stand_in(known: str, whole: str, written: str) -> str:
     return f"import {written}" if whole == written.split()[0] else f"from {module} import {written}"
 
 
-def add_imports(module: cst.Module, functions: list[str], aliases: Mapping[str, str]) -> cst.Module:
-    """Add imports where Horovod's was, those of Python's own modules where its others are, and functions below.
+def add_imports(module: cst.Module, code: str, functions: list[str], aliases: Mapping[str, str]) -> cst.Module:
+    """Add imports where Horovod's was, and functions below.
 
     Args:
+        code: of the module.
         aliases: other names for `dist` and `DDP`, where these are taken.
     """
     have = {known.split(".")[0] for node in _imports(module) for known, *_ in names_of(node)}
-    code = re.sub(r"#.*|^\s*(from|import) .*", "", module.code + "".join(functions), flags=re.MULTILINE)
-    body: list[Any] = list(module.body)
-    texts = [module.code_for_node(node.with_changes(leading_lines=())).strip() for node in body]
-    place, own = texts.index(PLACE) if PLACE in texts else -1, list[Any]()
+    code = re.sub(r"#.*|^\s*(from|import) .*", "", code + "".join(functions), flags=re.MULTILINE)
+    body, own = list[Any](module.body), list[Any]()
     for usual, line in NEEDED.items():
-        pattern = re.sub("dist|DDP", lambda name: aliases.get(name[0], name[0]), usual)
-        known = line.split()[-1]
-        if not re.search(pattern, code) or aliases.get(known, known) in have:
-            continue
-        (added,) = statements(re.sub(r"\w+$", lambda name: aliases.get(name[0], name[0]), line), module)
-        if not _is_standard(line):
-            own.append(added)
-            continue
-        heads = list(takewhile(lambda pair: m.matches(pair[1], HEAD), enumerate(body)))
-        lines = [(at, module.code_for_node(node.with_changes(leading_lines=())).strip()) for at, node in heads]
-        before = [at + 1 for at, text in lines if re.match(r"import \w+$", text) and text < line]
-        usual_place = next((at for at, text in lines if re.match("import|from (?!__future__)", text)), len(heads))
-        at = max((at for at in before if _is_standard(lines[at - 1][1])), default=usual_place)
-        if at == usual_place < len(heads):
-            added = added.with_changes(leading_lines=body[at].leading_lines)
-            body[at] = body[at].with_changes(leading_lines=())
-        body.insert(at, added)
-        place += at <= place
+        texts = usual, line.split()[-1]
+        pattern, known = (re.sub("dist|DDP", lambda name: aliases[name[0]], text) for text in texts)
+        if re.search(pattern, code) and known not in have:
+            own += statements(re.sub(r"\w+$", known, line), module)
+    place = next((at for at, node in enumerate(body) if m.matches(node, IS_PLACE)), -1)
     if place < 0:
         place = len(list(takewhile(lambda node: m.matches(node, HEAD), body)))
     else:
@@ -113,7 +99,3 @@ def _imports(node: cst.CSTNode) -> Iterator[cst.Import | cst.ImportFrom]:
     elif not isinstance(node, (cst.FunctionDef, cst.ClassDef, cst.BaseExpression)):
         for child in node.children:
             yield from _imports(child)
-
-
-def _is_standard(line: str) -> bool:
-    return line.split()[1].split(".")[0] in sys.stdlib_module_names

@@ -16,9 +16,9 @@ from hvd_trainer.tools.migrate.flow import Folder, NotFollowedError
 from hvd_trainer.tools.migrate.launchers import plan_launchers
 from hvd_trainer.tools.migrate.outside import DOCUMENTS, migrate_commands, rest_of
 from hvd_trainer.tools.migrate.rewrite import Rewriter
-from hvd_trainer.tools.migrate.source import API, Source, imported_words
-from hvd_trainer.tools.migrate.table import BY_NAME, NOT_PLAIN, OTHERWISE, TABLE, Rule
-from hvd_trainer.tools.migrate.tokens import advice_on, tokens_of
+from hvd_trainer.tools.migrate.source import API, Source, imported_words, progress
+from hvd_trainer.tools.migrate.table import BY_HAND, BY_NAME, OTHERWISE, Rule
+from hvd_trainer.tools.migrate.tokens import advice_on, named_in, tokens_of
 from hvd_trainer.tools.migrate.wrapping import Wrapping, plan
 
 NEEDED_BY_DDP = {"DistributedOptimizer", "broadcast_parameters"}
@@ -38,11 +38,13 @@ class Migrated:
 
     def named(self) -> list[tuple[int, str]]:
         """Return the lines, by their numbers before, that still name Horovod and are not left."""
-        lines = enumerate(self.after.splitlines(), start=1)
-        named = [(self.before_line(at), line.strip()) for at, line in lines if "horovod" in line.lower()]
+        if self.before == self.after or DOCUMENTS.match(self.path.name):
+            return []
+        lines = self.after.splitlines()
+        named = [at for at, line in enumerate(lines, start=1) if "horovod" in line.lower()]
+        named = sorted(named_in(self.after)) if self.path.suffix == ".py" else named
         left = {line for line, *_ in self.left}
-        is_code = self.before != self.after and not DOCUMENTS.match(self.path.name)
-        return [row for row in named if is_code and row[0] not in left]
+        return [(self.before_line(at), lines[at - 1].strip()) for at in named if self.before_line(at) not in left]
 
     def diff(self) -> str:
         """Return the unified diff."""
@@ -91,14 +93,7 @@ def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
             others = [(path, text, tokens_of(text, ())) for path, text in program.items()]
             results += [Migrated(path, text, text, left=left) for path, text, left in others]
             continue
-        parts, names = _migrate_all(program)
-        keep: dict[Path, set[str]] = {}
-        while any(
-            names[path] - keep.get(path, set()) for path in names
-        ):  # what is left in a file keeps calls of others
-            keep = {path: keep.get(path, set()) | names[path] for path in names}
-            parts, names = _migrate_all(program, keep)
-        results += parts
+        results += _migrate_all(program)
     results.sort(key=lambda result: [*python].index(result.path))
     for result in results:
         ends = "\r\n" if "\r\n" in texts[result.path] else "\n"
@@ -110,6 +105,8 @@ def migrate(texts: Mapping[Path, str]) -> list[Migrated]:
             result = Migrated(path, text, text)
             if "horovodrun" in BY_NAME:
                 result.after = migrate_commands(path, text, scripts, is_left=is_left)
+                blocks = _blocks(text, result.after)
+                result.used = [(row[1] + 1, BY_NAME["horovodrun"]) for row in blocks if row[0] != "equal"]
             rows = rest_of(path, result.after, scripts)
             result.left = [(result.before_line(line), what, advice) for line, what, advice in rows]
             results.append(result)
@@ -140,10 +137,11 @@ def _migrate_all(
     keep: Mapping[Path, set[str]] | None = None,
     reasons: Mapping[tuple[Path, int], str] | None = None,
     whole: str = "",
-) -> tuple[list[Migrated], dict[Path, set[str]]]:
-    """Return the files, and the names in each that must still refer to Horovod.
+) -> list[Migrated]:
+    """Return the files.
 
     Args:
+        keep: the names in each that must still refer to Horovod.
         reasons: why optimizers are left, by their places: all are, as `synchronize` and the like are for each.
         whole: the name in Horovod's API for which all is left.
     """
@@ -162,32 +160,44 @@ def _migrate_all(
     launched = [plan_launchers(source) for source in folder.sources if not folder.whole]
     folder.is_started = any(launched)
     _end(folder, plans)
-    needs_start = False
-    results, names, starts = list[Migrated](), dict[Path, set[str]](), dict[Path, set[str]]()
-    defined = {*folder.definitions}
-    for source in folder.sources:
-        rewriter = Rewriter(source, folder)
-        result = Migrated(source.path, source.text, source.text, rewriter.used)
-        if source.is_concerned:
-            result.after = source.module.visit(rewriter).code
+    rewriters = [Rewriter(source, folder) for source in folder.sources]
+    for rewriter in progress(rewriters, "rewrite"):
+        rewriter.rewrite()
+    names, kept = _kept(folder, rewriters), keep or {}
+    if any(names[path] - kept.get(path, set()) for path in names):  # what is left in a file keeps calls of others
+        kept = {path: kept.get(path, set()) | names[path] for path in names}
+        return _migrate_all(texts, kept, reasons or None, folder.whole)
+    results, defined = list[Migrated](), {*folder.definitions}
+    for rewriter in rewriters:
+        source = rewriter.source
+        result = Migrated(source.path, source.text, rewriter.code(), rewriter.used)
         left = [(node, name) for node, name in rewriter.left.items() if not rewriter.is_inner(node)]
-        rows = [_advice(source, node, name, reasons) for node, name in left]
+        rows = [_advice(rewriter, node, name, reasons) for node, name in left]
         rows += [(line, what, advice) for made in plans for at, line, what, advice in made.notes if at is source]
         prefix = f"hvd.{folder.whole}"
         rows = [row for row in rows if not folder.whole or row[1].startswith(prefix)]
         lines = {row[0] for row in rows} | {source.line(node) for node in rewriter.left if folder.whole}
-        others = [
-            (result.before_line(line), what, advice) for line, what, advice in tokens_of(result.after, defined)
-        ]
+        others = [(result.before_line(at), what, how) for at, what, how in tokens_of(result.after, defined)]
         is_used = any(row[1].startswith("horovod.") for row in rows)  # by more than its import
         rows += [row for row in others if row[0] not in lines and not (is_used and row[1] == "horovod")]
         result.left = sorted({*rows})
         results.append(result)
-        needs_start |= any(name.startswith(API) for name in rewriter.left.values())
-        names[source.path] = {source.code(node).split(".")[0] for node in rewriter.left}
-        starts[source.path] = rewriter.starts
-    is_left = any(names.values())
-    return results, {path: names[path] | (starts[path] if needs_start else set()) for path in names if is_left}
+    return results
+
+
+def _kept(folder: Folder, rewriters: Sequence[Rewriter]) -> dict[Path, set[str]]:
+    """Return the names in each file by which it still refers to Horovod; none if no file does."""
+    names: dict[Path, set[str]] = {source.path: set() for source in folder.sources}
+    for rewriter in rewriters:
+        source = rewriter.source
+        for first, *inner in (source.code(node).split(".") for node in rewriter.left):
+            names[source.path].add(first)
+            for other in filter(source.imports, folder.sources) if inner and first != "self" else ():
+                names[other.path].update(inner[:-1])  # `module.hvd.rank`
+    if any(name.startswith(API) for rewriter in rewriters for name in rewriter.left.values()):
+        for rewriter in rewriters:
+            names[rewriter.source.path] |= rewriter.starts
+    return names if any(names.values()) else {}
 
 
 def _plan(folder: Folder) -> tuple[list[Wrapping], dict[tuple[Path, int], str]]:
@@ -211,13 +221,14 @@ def _plan(folder: Folder) -> tuple[list[Wrapping], dict[tuple[Path, int], str]]:
 
 
 def _advice(
-    source: Source, node: cst.CSTNode, name: str, reasons: Mapping[tuple[Path, int], str]
+    rewriter: Rewriter, node: cst.CSTNode, name: str, reasons: Mapping[tuple[Path, int], str]
 ) -> tuple[int, str, str]:
     """Return a row of what is left: line, what it is, and what to do by hand."""
+    source, why = rewriter.source, rewriter.why
     what, line = re.sub(rf"^{API}\.?", "hvd.", name).rstrip("."), source.line(node)
     called = what.partition(".")[2]
-    advice = TABLE.by_hand.get(called.split(".")[0], (NOT_PLAIN if called in BY_NAME else "") + OTHERWISE)
-    if what.startswith("horovod.") and called not in TABLE.by_hand:
+    advice = why.get(node, BY_HAND.get(called.split(".")[0], OTHERWISE))
+    if what.startswith("horovod.") and called not in BY_HAND:
         advice = next(advice_on(what))[1]
     if reasons and called.startswith(("broadcast_optimizer_state", "Compression")):
         advice = "it is left with its optimizer"

@@ -16,7 +16,7 @@ DOCUMENTS = re.compile(r"(?i).*\.(md|rst|txt)$|readme")
 """Files of sentences, in which a name alone is no use of it."""
 SENTENCE = re.compile(r"(?i)\bhorovod\b|\bhvd\b|horovod(\.\w+)+|horovod[a-z]+er|mpi4py")
 GAP = r"(?:[ \t]|\\\n)+"
-HERE = rf"(?:-H|--hosts?)(?:=|{GAP})localhost(?::\d+)?"
+HERE = rf"(?:-H|--hosts?)(?:=|{GAP})localhost(?::[^\s,]+)?"
 SIZE = rf"(?:-np|-n|--num-proc)(?:=|{GAP})(?P<size>\S+)"
 NO_CHANGE = (
     rf"(?:{GAP}(?:{HERE}|--gloo|--mpi|--verbose|--allow-run-as-root|--oversubscribe|--?tag-output|"
@@ -69,14 +69,15 @@ def rest_of(path: Path, text: str, scripts: Collection[str]) -> Iterator[tuple[i
         elif (hosts := HOSTS.search(whole)) and re.search("horovodrun|mpirun", whole):
             yield number, whole.split()[0], _on_hosts(hosts["hosts"], whole)
         else:
+            rows: dict[str, list[str]] = {}
             for what, advice in dict(advice_on(whole)).items():
-                is_of_mpi = re.fullmatch("mpi(run|exec)", what) and not any(
-                    _is_one_of(w, scripts) for w in whole.split()
-                )
+                is_variable = re.search(r"=\s*[\"']?mpi(run|exec)", whole)
+                is_own = is_variable or any(_is_one_of(word, scripts) for word in whole.split())
                 is_prose = is_sentence and (SENTENCE.fullmatch(what) or f"{what} -" not in whole and "run" in what)
-                if not is_of_mpi and not is_prose:
-                    is_name = SENTENCE.fullmatch(what)
-                    yield number, what, "nothing of PyTorch needs it: take it out" if is_name else advice
+                if (is_own or not re.fullmatch("mpi(run|exec)", what)) and not is_prose:
+                    own = "nothing of PyTorch needs it: take it out" if SENTENCE.fullmatch(what) else advice
+                    rows.setdefault(own, []).append(what)
+            yield from ((number, ", ".join(names), advice) for advice, names in rows.items())
         number += line.count("\v") + 1
 
 

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
-import msgspec
 from libcst import matchers as m
 
-from hvd_trainer.tools.migrate.flow import QUIET, Folder, last_name
+from hvd_trainer.tools.migrate.flow import QUIET, Folder, NotFollowedError, last_name
 from hvd_trainer.tools.migrate.imports import IMPORT, PLACE, add_imports, names_of, stand_in, statements
 from hvd_trainer.tools.migrate.source import API, Source
-from hvd_trainer.tools.migrate.table import Rule
+from hvd_trainer.tools.migrate.table import BY_HAND, Rule
 from hvd_trainer.tools.migrate.wrapping import SIGNATURE, bind, broadcast_of
 
-VARIABLES = {"gather": "gathered", "state": "states", "cast": "received", "alltoall": "received", "": "reduced"}
+APART = "write it on a line of its own"
+VARIABLES = {"gather": "gathered", "state": "states", "cast": "received", "": "reduced"}
 """What a new variable is called, by a part of the call's name."""
 OPS = {"Sum": "", "Average": "", "Min": ", op=dist.ReduceOp.MIN", "Max": ", op=dist.ReduceOp.MAX"}
 OPS["Product"] = ", op=dist.ReduceOp.PRODUCT"
@@ -44,6 +44,7 @@ class Rewriter(cst.CSTTransformer):
     Attributes:
         used: rules, with the lines where they were.
         left: what refers to Horovod, with its qualified name.
+        why: what to do by hand with the functions of some calls that are left.
         starts: the names by which calls start and end Horovod.
     """
 
@@ -54,17 +55,30 @@ class Rewriter(cst.CSTTransformer):
         self.keep, self.is_sure = folder.keep is not None, folder.is_sure
         self.used: list[tuple[int, Rule]] = []
         self.left: dict[cst.CSTNode, str] = {}
+        self.why: dict[cst.CSTNode, str] = {}
+        self._module = source.module
         self.starts: set[str] = set()
         self._names: dict[cst.CSTNode, set[str]] = defaultdict(set)  # new variables of a statement
-        self._waits: dict[cst.CSTNode, tuple[list[str], str]] = {}  # statements after a wait, and the result
-        own = (
+        own = [
             top
             for top in source.module.body
             if any(map(self._is_import, source.find(cst.SimpleStatementLine, top)))
-        )
+        ]
         self._place = next((top for top in own if not isinstance(top, (cst.FunctionDef, cst.ClassDef))), None)
         if not self.keep:
             self._plan_aliases()
+
+    def rewrite(self) -> None:
+        """Rewrite the file, but for the imports that it then needs."""
+        if self.source.is_concerned:
+            self._module = self.source.module.visit(self)
+
+    def code(self) -> str:
+        """Return the new text."""
+        code = self._module.code if self._module is not self.source.module else self.source.text
+        if code == self.source.text:
+            return code
+        return add_imports(self._module, code, self.source.functions, self.source.aliases).code
 
     def _plan_aliases(self) -> None:
         """Take out other names of Horovod, and ask for torch.distributed where Horovod is asked for."""
@@ -109,11 +123,8 @@ class Rewriter(cst.CSTTransformer):
         """Rewrite a name, called or not, that stands for another one."""
         parent: Any = self.source.parents[original_node]
         name = self.source.qualified(original_node)
-        if (
-            self.keep
-            and name == API == self.source.code(original_node)
-            and not isinstance(parent, cst.ImportAlias)
-        ):
+        is_whole = name == API == self.source.code(original_node) and not isinstance(parent, cst.ImportAlias)
+        if self.keep and is_whole:
             updated_node = cst.parse_expression("hvd_trainer.hvd")
         is_target = isinstance(parent, cst.AssignTarget) and isinstance(original_node, cst.Name)
         is_known = original_node in (getattr(parent, "keyword", None), getattr(parent, "name", None))
@@ -154,19 +165,21 @@ class Rewriter(cst.CSTTransformer):
         elif rule and own in source.gone:
             text = "None"
         elif rule and (own is not None or not (rule.lines or rule.special) or name in STARTS):
-            new = {
-                old.value: self._code(now.value) for old, now in zip(call.args, updated_node.args, strict=False)
-            }
+            pairs = zip(call.args, updated_node.args, strict=False)
+            new = {old.value: self._code(now.value) for old, now in pairs}
             usual = self._by_template if rule.lines else self._by_name
-            text = getattr(self, f"_{rule.names.split()[0]}", usual)(rule, call, new)
+            try:
+                text = getattr(self, f"_{rule.names.split()[0]}", usual)(rule, call, new)
+            except NotFollowedError as error:
+                text, self.why[call.func] = None, f"{error}, and migrate again"
         else:
             text = None
+            if rule and rule.lines:
+                self.why[call.func] = f"{APART}, and migrate again"
         if rule is None or text is None:
             return updated_node
-        texts, inside = (
-            [text, *source.before[own or call]],
-            [node for arg in call.args for node in source.below(arg)],
-        )
+        texts = [text, *source.before[own or call]]
+        inside = [node for arg in call.args for node in source.below(arg)]
         kept = {node: self.left[node] for node in inside if node in self.left and source.code(node) in str(texts)}
         made = self._use(rule, call, text)
         self.left |= kept
@@ -230,6 +243,8 @@ class Rewriter(cst.CSTTransformer):
 
     def leave_Comment(self, original_node: cst.Comment, updated_node: cst.Comment) -> cst.Comment:  # noqa: N802
         """Say in a comment what its code does now."""
+        if self.folder.whole:
+            return updated_node
         text = re.sub(
             r"\bhvd\.(\w+)\(\)", lambda call: _in_words(self.rules.get(call[1])) or call[0], updated_node.value
         )
@@ -237,9 +252,9 @@ class Rewriter(cst.CSTTransformer):
         if begin:
             word = begin[2] or ""
             text = f"# {begin[1]}{word[:1].upper()}{word[1:]}{text[begin.end() :]}"
-        text = re.sub(
-            r"(?i)(wrap )optimizer( with )\S*DistributedOptimizer", r"\1model\2DistributedDataParallel", text
-        )
+        if self.is_sure:
+            old = r"(?i)(wrap )optimizer( with )\S*DistributedOptimizer"
+            text = re.sub(old, r"\1model\2DistributedDataParallel", text)
         return updated_node.with_changes(value=text)
 
     # Statements.
@@ -302,12 +317,7 @@ class Rewriter(cst.CSTTransformer):
                 body.insert(len(body) - is_return, end.with_changes(leading_lines=[cst.EmptyLine(indent=False)]))
         return updated_node.with_changes(body=body)
 
-    def leave_Module(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
-        """Add the imports and functions that it needs."""
-        module = self.leave_IndentedBlock(original_node, updated_node)
-        if module.code == self.source.text:
-            return module
-        return add_imports(module, self.source.functions, self.source.aliases)
+    leave_Module = leave_IndentedBlock  # noqa: N815
 
     def _parsed(self, text: str) -> list[Any]:
         return statements(text, self.source.module)
@@ -318,32 +328,38 @@ class Rewriter(cst.CSTTransformer):
         return rule.result if rule.result.endswith(")") and not call.args else None
 
     def _by_template(self, rule: Rule, call: cst.Call, new: dict[Any, str]) -> str | None:
-        if (made := self._fill(rule, call, new)) is None:
-            return None
-        own, (lines, result) = self.source.own_line(call), made
+        own, (lines, result) = self.source.own_line(call), self._fill(rule, call, new)
         self.source.before[own] += lines  # type: ignore[index]
         is_unused = isinstance(self.source.parents[call], cst.Expr) and "(" not in result
         if is_unused or result == self.source.target(call):
             self.source.gone.add(own)  # type: ignore[arg-type]
         return result
 
-    def _fill(self, rule: Rule, call: cst.Call, new: dict[Any, str]) -> tuple[list[str], str] | None:
-        """Return the statements and the expression of a rule with lines; None if the call is left."""
+    def _fill(self, rule: Rule, call: cst.Call, new: dict[Any, str]) -> tuple[list[str], str]:
+        """Return the statements and the expression of a rule with lines.
+
+        Raises:
+            NotFollowedError: the call is left; the text says what to write instead of it.
+        """
         source, names, own = self.source, rule.signature.split(), self.source.own_line(call)
-        bound = bind(call, names)
-        if (
-            not bound
-            or own is None
-            or not self._may_move(rule, call, bound, own)
-            or self._is_dynamic(bound.get("name"))
-        ):
-            return None
+        bound, others = bind(call, names), [arg.keyword.value for arg in call.args if arg.keyword]
+        if not bound or own is None:
+            other = next((name for name in others if name not in names), "")
+            raise NotFollowedError(BY_HAND.get(other, f"write what {other or 'its argument'} does without it"))
+        if not self._is_first(call, own):
+            raise NotFollowedError(APART)
+        if self._is_dynamic(bound.get("name")):
+            raise NotFollowedError("ranks may ask in another order: loop over sorted(...), without name=")
+        if self._has_gradient(rule, call, bound[names[0]]):
+            raise NotFollowedError(
+                "its gradient may be used, by torch.distributed.nn.functional: if not, send it with .detach()"
+            )
         values = {name: new[value] for name, value in bound.items()}
         compression, op = (source.horovod(bound[key]) if key in bound else None for key in ("compression", "op"))
         given = {"None": op if "op" in bound else "Average", "True": "Average", "False": "Sum"}
         op = given.get(values.get("average", "None"))
-        if compression not in (None, "Compression.none") or "splits" in bound or op not in OPS:
-            return None
+        if compression not in (None, "Compression.none") or op not in OPS:
+            raise NotFollowedError("write op=hvd.Average or hvd.Sum, and no compression")
         tensor, lines = values[names[0]], list(rule.lines)
         is_leaf = lines[0] == "{x} = {tensor}" and not self._is_detached(bound[names[0]])
         if is_leaf:  # PyTorch changes no leaf of a graph in place
@@ -372,9 +388,7 @@ class Rewriter(cst.CSTTransformer):
             "divided": f" /= {size}" if is_float else exact,
             "root_rank": values.get("root_rank", "0"),
             "values": re.sub(
-                r"\.named_parameters\(\)$",
-                ".parameters()",
-                re.sub(r"\.state_dict\(\)$", ".state_dict().values()", tensor),
+                r"named_(parameters\(\))$", r"\1", re.sub(r"(state_dict\(\))$", r"\1.values()", tensor)
             ),
         }
         self._names[own] |= {x, tensor}
@@ -435,13 +449,10 @@ class Rewriter(cst.CSTTransformer):
         is_named = re.search(r"\.grad\b|\.(float|double|half|mean|std|norm)\(|float\(|\bloss\b", text)
         return bool(is_new or is_named) or (bool(known) and all(self._is_float(value) for value in known))
 
-    def _may_move(self, rule: Rule, call: cst.Call, bound: dict[str, Any], own: cst.CSTNode) -> bool:
-        """Return whether a collective may be a statement before its own, on a copy in no graph."""
-        name, sent = str(self.source.horovod(call.func)), rule.signature.split()[0]
-        has_graph = sent.startswith("tensor") and not name.endswith(("_", "_async"))
-        return self._is_first(call, own) and (
-            not has_graph or self._is_detached(bound[sent]) or self._is_read(call)
-        )
+    def _has_gradient(self, rule: Rule, call: cst.Call, sent: cst.BaseExpression) -> bool:
+        """Return whether a gradient may flow through a collective, which its rule cuts off."""
+        has_graph = rule.signature.startswith("tensor") and not rule.names.endswith("_")
+        return has_graph and not self._is_detached(sent) and not self._is_read(call)
 
     def _is_read(self, node: cst.CSTNode) -> bool:
         """Return whether a result is only read, as a number or in no graph."""
@@ -478,7 +489,7 @@ class Rewriter(cst.CSTTransformer):
             self.starts.add(self.source.code(call.func).split(".")[0])
         # The second start of Horovod does nothing, and that of a process group is an error.
         own = self.source.own_line(call)
-        is_again = rule.names == "init" and not call.args and self.folder.starts_again(self.source)
+        is_again = rule.names == "init" and not call.args and self.folder.starts_again(self.source, call)
         text, dist = "\n".join([*rule.lines, rule.result]), self.source.aliases["dist"]
         if is_again:
             text = f"if not {dist}.is_initialized():\n" + re.sub("(?m)^", "    ", text)
@@ -506,44 +517,13 @@ class Rewriter(cst.CSTTransformer):
 
     def _broadcast_parameters(self, rule: Rule, call: cst.Call, new: dict[Any, str]) -> str | None:
         """Send the tensors of a model one by one."""
-        return self._by_template(rule, call, new) if broadcast_of(self.source, call) else None
+        if not broadcast_of(self.source, call):
+            raise NotFollowedError("write model.state_dict() into the call")
+        return self._by_template(rule, call, new)
 
     def _broadcast_optimizer_state(self, rule: Rule, call: cst.Call, new: dict[Any, str]) -> str | None:
         """Send the state of an optimizer of PyTorch."""
         return self._by_template(rule, call, new) if self.is_sure else None
-
-    def _allreduce_async(self, rule: Rule, call: cst.Call, new: dict[Any, str]) -> str | None:
-        """Start an exchange whose handle is a variable, and keep for later what follows the wait."""
-        assigned: Any = self.source.parents[call]
-        source, own = self.source, self.source.own_line(call)
-        base = self.rules.get(str(source.horovod(call.func)).replace("_async", ""))
-        if base is None or own is None or not m.matches(assigned, m.Assign([m.AssignTarget(m.Name())])):
-            return None
-        uses = source.uses[source.key(assigned.targets[0].target)]
-        calls = [outer for use in uses if isinstance(outer := source.parents.get(source.parents[use]), cst.Call)]
-        waits = [wait for wait in calls if source.horovod(wait.func) == "synchronize"]
-        # Its result is a variable of its own, whatever `synchronize` is assigned to.
-        made = self._fill(msgspec.structs.replace(base, result=base.result + " "), call, new)
-        if made is None or len(uses) != 2 or not waits or source.line(waits[0]) <= source.line(call):
-            return None
-        if source.own_line(waits[0]) is None or source.function(waits[0]) is not source.function(call):
-            return None
-        dist = source.aliases["dist"]
-        place = next(number for number, line in enumerate(made[0]) if line.startswith(f"{dist}."))
-        source.before[own] += made[0][:place]
-        self._waits[waits[0]] = made[0][place + 1 :], made[1].strip()
-        self.words |= self._names[own]  # the variable must last until then
-        return f"{made[0][place][:-1]}, async_op=True)"
-
-    def _synchronize(self, rule: Rule, call: cst.Call, new: dict[Any, str]) -> str | None:
-        """Wait for a handle."""
-        if call not in self._waits:
-            return None
-        lines, result = self._waits[call]
-        lines = [f"{self.source.code(call.args[0].value)}.wait()", *lines]
-        if self._put(call, *lines) is None:
-            self.source.before[self.source.own_line(call)] += lines  # type: ignore[index]
-        return result
 
 
 def _is_empty(statement: Any, updated: Any) -> bool:

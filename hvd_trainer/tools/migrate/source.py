@@ -5,19 +5,15 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import libcst as cst
 import msgspec
 from libcst import matchers as m
-from libcst.metadata import (
-    MetadataWrapper,
-    PositionProvider,
-    QualifiedNameSource,
-    ScopeProvider,
-)
+from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameSource, ScopeProvider
+from tqdm import tqdm
 
 from hvd_trainer.tools.migrate.table import Rule
 
@@ -27,6 +23,8 @@ NAMES = {"dist": "torch.distributed", "DDP": "torch.nn.parallel.DistributedDataP
 """Names of the imports in the new code."""
 T = TypeVar("T", bound=cst.CSTNode)
 API = "horovod.torch"
+progress = partial(tqdm, delay=1, disable=None, leave=False, unit=" files")
+"""A bar on a terminal, over files of which there are many."""
 ASSIGNMENTS = (cst.Assign, cst.AnnAssign, cst.AugAssign, cst.NamedExpr)
 CONDITIONAL = (cst.Lambda, cst.BaseComp, cst.IfExp, cst.BooleanOperation, cst.SimpleStatementSuite)
 
@@ -101,6 +99,8 @@ class Source:
 
     def _alias(self, usual: str, whole: str) -> str:
         """Return a name for a module or class of PyTorch's that the file does not have for something else."""
+        if not re.search(rf"\b{usual}\b", self.text):
+            return usual
         imports: list[Any] = [*self.find(cst.Import), *self.find(cst.ImportFrom)]
         module, _, last = whole.rpartition(".")
         pattern = rf"(import {whole}|from {module} import [^$]*\b{last}) as {usual}\b"
@@ -180,7 +180,7 @@ class Source:
 
     def is_before(self, node: cst.CSTNode, statement: cst.CSTNode) -> bool:
         """Return whether a node stands before a statement, in the same function."""
-        is_near = self.function(node) is self.function(statement)
+        is_near = statement in self.parents and self.function(node) is self.function(statement)
         return is_near and self.line(node) < self.line(statement)
 
     def code(self, node: cst.CSTNode) -> str:
@@ -202,7 +202,7 @@ class Source:
     @property
     def is_concerned(self) -> bool:
         """Whether something may have to be changed in it."""
-        planned = (
+        planned = [
             self.replaced,
             self.before,
             self.behind,
@@ -211,7 +211,7 @@ class Source:
             self.end,
             self.passed,
             self.starred,
-        )
+        ]
         return any(planned) or bool(re.search("horovod|synchronize", self.text)) or bool(self.attributes)
 
     def imports(self, other: Source) -> bool:

@@ -31,5 +31,5 @@ class Table(msgspec.Struct, frozen=True):
 
 TABLE = msgspec.yaml.decode(Path(__file__).with_name("rules.yaml").read_bytes(), type=Table)
 BY_NAME = {name: rule for rule in TABLE.rules for name in rule.names.split()}
-OTHERWISE = "write it with torch.distributed"
-NOT_PLAIN = "its place, its arguments or the use of its gradient are more than a rule can follow: "
+BY_HAND = {name: advice for names, advice in TABLE.by_hand.items() for name in names.split()}
+OTHERWISE = "torch.distributed has nothing of this name: write what the script needs of it"

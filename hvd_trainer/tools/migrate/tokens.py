@@ -35,8 +35,10 @@ def tokens_of(code: str, defined: Collection[str]) -> list[tuple[int, str, str]]
     tokens = [*tokenize.generate_tokens(io.StringIO(code).readline)] if re.search(HINT, code) else []
     for number, token in enumerate(tokens):
         if token.type == tokenize.NAME and NAME.fullmatch(token.string) and token.string not in defined:
-            is_attribute = tokens[number - 1].string == "." and token.string.islower()
-            if not is_attribute and not (is_kept and token.string == "hvd"):
+            around = [tokens[at].string if at < len(tokens) else "" for at in (number - 2, number - 1, number + 1)]
+            is_attribute = around[1] == "." and token.string.islower()
+            is_module = around[2] == "." and around[0] != "hvd_trainer"
+            if is_module if is_attribute else not (is_kept and token.string == "hvd"):
                 advice = next((advice for _, advice in advice_on(token.string)), TABLE.tokens[r"\bhorovod\b"])
                 rows.append((token.start[0], token.string, advice))
         elif token.type in TEXTS:
@@ -48,6 +50,14 @@ def tokens_of(code: str, defined: Collection[str]) -> list[tuple[int, str, str]]
                     line = token.start[0] + token.string[: token.string.index(what)].count("\n")
                     rows.append((line, what, advice))
     return rows
+
+
+def named_in(code: str) -> set[int]:
+    """Return the lines of the comments and strings of a Python file that name Horovod."""
+    tokens = tokenize.generate_tokens(io.StringIO(code).readline) if re.search("(?i)horovod", code) else ()
+    texts = (token for token in tokens if token.type in {tokenize.COMMENT, *TEXTS})
+    parts = ((token.start[0] + at, part) for token in texts for at, part in enumerate(token.string.split("\n")))
+    return {line for line, part in parts if "horovod" in part.lower()}
 
 
 HINT = re.compile(r"(?i)horovod|hvd|mpi|sparkdl|pmi")

@@ -29,14 +29,11 @@ SIGNATURE = [
     *("optimizer", "named_parameters", "compression", "backward_passes_per_step", "op"),
     *("gradient_predivide_factor", "num_groups", "groups", "sparse_as_dense"),
 ]
-USUAL = {
-    "compression": r"[\w.]*\bnone",
-    "backward_passes_per_step": "1",
-    "op": r"[\w.]*\bAverage",
-}
+USUAL = {"compression": r"[\w.]*\bnone", "backward_passes_per_step": "1", "op": r"[\w.]*\bAverage"}
 """Options that change what is exchanged, and the values with which they do not."""
 AVERAGE = "average_gradients"
 NO_ADASUM = "Adasum has no counterpart in torch.distributed"
+FROZEN = "DDP waits for gradients of what had them when it was wrapped: freeze it before"
 NAMED = m.Call(m.Attribute(attr=m.Name("state_dict") | m.Name("named_parameters")))
 
 
@@ -166,11 +163,25 @@ def plan(folder: Folder, source: Source, call: cst.Call) -> Wrapping:
     _check_scope(result)
     result.notes += result.training.notes
     _check_kept(folder, result)
+    _note_frozen(result)
     _write(folder, result, options)
     calls = result.training.calls if not result.training.notes and not result.is_sometimes else []
     if result.has_passes and not (calls and all(put_passes_under(*use, folder.optimizers) for use in calls)):
         raise NotFollowedError("it is not seen which pass before a step is the last")
     return result
+
+
+def _note_frozen(plan: Wrapping) -> None:
+    """Note where parameters of the wrapped model lose or get their gradients, for which DDP waits."""
+    source, function = plan.source, plan.source.function(plan.place)
+    for node in source.find(cst.Attribute, function or source.module):
+        loop = source.around(node, cst.For)
+        of = f"{source.code(node.value)} {source.code(loop.iter) if loop else ''}"
+        is_set = source.assigned(node) or getattr(source.parents[node], "func", None) is node
+        is_behind = source.function(node) is function and not source.is_before(node, plan.place)
+        is_frozen = is_set and is_behind and node.attr.value in ("requires_grad", "requires_grad_")
+        if is_frozen and re.search(rf"(?<![\w.]){re.escape(plan.model)}\b", of):
+            plan.notes.append((source, source.line(node), source.code(node), FROZEN))
 
 
 def _condition(source: Source, test: cst.BaseExpression) -> str:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.measure import formats
 from hvd_trainer.measure.tool_folder import MARKER
 from hvd_trainer.tools.migrate import cli as migrate_cli
-from hvd_trainer.tools.migrate import prove
+from hvd_trainer.tools.migrate import prove, source
 from hvd_trainer.tools.migrate.migration import Migrated, migrate
 from hvd_trainer.tools.migrate.table import BY_NAME, TABLE, Rule
 
@@ -53,16 +54,16 @@ LEFT = {
     ),
     "dynamic names": (
         HEAD + "for name, value in metrics.items():\n    mean = hvd.allreduce(value, name=name)\n",
-        "hvd.allreduce",
+        "loop over sorted(...), without name=, and migrate again",
     ),
     "gradients through a collective": (
-        HEAD + "class Net:\n    def forward(self, x):\n        return head(hvd.allgather(x))\n",
-        "hvd.allgather",
+        HEAD + "class Net:\n    def forward(self, x):\n        x = hvd.allgather(x)\n        return head(x)\n",
+        "send it with .detach(), and migrate again",
     ),
     "methods": (HEAD + WRAPPED.format("", "model.loss_of(data)"), "the training calls `model.loss_of`"),
     "unknown function": (
         HEAD + WRAPPED.format("", "loss_of(model, data)"),
-        "`loss_of`, which is not in these files, gets the DDP object",
+        "`loss_of`, which is not followed, gets the DDP object",
     ),
     "no training": (HEAD + WRAPPED.format("", "loss"), "no training call of the model is seen"),
     "wrapped again": (
@@ -92,7 +93,7 @@ def build(args):
             "for data", "def use():\n    run(compile(model))\n\nfor data"
         )
         + "\n\ndef run(net):\n    net(1).backward()\n\n\ndef other():\n    net = compile(model)\n    run(net)\n",
-        "`compile`, which is not in these files, gets the DDP object",
+        "`compile`, which is not followed, gets the DDP object",
     ),
     "an optimizer of two models": (
         HEAD
@@ -109,22 +110,38 @@ def build(args):
         HEAD + WRAPPED.format(", backward_passes_per_step=2", "model(data)"),
         "it is not seen which pass before a step is the last",
     ),
-    "a handle in a list": (HEAD + "handles.append(hvd.allreduce_async_(x))\n", "hvd.allreduce_async_"),
-    "in a comprehension": (HEAD + "means = [hvd.allreduce(x) for x in values]\n", "hvd.allreduce"),
-    "on a condition's line": (HEAD + "if ready: x = hvd.allreduce(x)\n", "hvd.allreduce"),
-    "on one line with others": (HEAD + "x = 3; x = hvd.allreduce(x)\n", "hvd.allreduce"),
-    "an average that is not known": (HEAD + "x = hvd.allreduce(x, average=args.mean)\n", "hvd.allreduce"),
-    "factors": (HEAD + "x = hvd.allreduce(x, prescale_factor=0.5)\n", "hvd.allreduce"),
+    "a handle": (HEAD + "handle = hvd.allreduce_async_(x)\n", "write it without _async and synchronize"),
+    "in a comprehension": (HEAD + "means = [hvd.allreduce(x) for x in values]\n", "on a line of its own"),
+    "on a condition's line": (HEAD + "if ready: x = hvd.allreduce(x)\n", "on a line of its own"),
+    "on one line with others": (HEAD + "x = 3; x = hvd.allreduce(x)\n", "on a line of its own"),
+    "behind another call": (HEAD + "x = order(), hvd.allreduce(x)\n", "on a line of its own"),
+    "an average that is not known": (
+        HEAD + "x = hvd.allreduce(x.detach(), average=args.mean)\n",
+        "write op=hvd.Average or hvd.Sum",
+    ),
+    "factors": (
+        HEAD + "x = hvd.allreduce(x, prescale_factor=0.5)\n",
+        "write what prescale_factor does without it, and migrate again",
+    ),
+    "some ranks": (HEAD + "x = hvd.allreduce(x, process_set=some)\n", "dist.new_group(ranks)"),
     "parameters in a variable": (
         HEAD + "hvd.broadcast_parameters(state, root_rank=0)\n",
-        "hvd.broadcast_parameters",
+        "write model.state_dict() into the call",
     ),
     "inside what is migrated": (
         HEAD + "x = hvd.allreduce(torch.tensor(hvd.is_homogeneous()))\n",
         "hvd.is_homogeneous",
     ),
     "splits": (HEAD + "x, sizes = hvd.alltoall(x, splits)\n", "hvd.alltoall"),
-    "unknown calls": (HEAD + "print(hvd.is_homogeneous())\n", "write it with torch.distributed"),
+    "frozen later": (
+        HEAD
+        + WRAPPED.format("", "model(data)")
+        + "for p in model.body.parameters():\n    p.requires_grad = False\n",
+        "p.requires_grad: DDP waits for gradients of what had them",
+    ),
+    "unknown calls": (HEAD + "print(hvd.start())\n", "torch.distributed has nothing of this name"),
+    "a question of how it was built": (HEAD + "assert hvd.mpi_threads_supported()\n", "take it out"),
+    "a constant": (HEAD + "op = hvd.Average if mean else hvd.Sum\n", "it belongs to a call that is left"),
     "hosts": (
         "horovodrun -np 4 -H node1:2,node2:2 python train.py\n",
         "on node2: torchrun --nnodes 2 --master-addr node1",
@@ -177,6 +194,7 @@ def test_what_is_left_is_listed_and_runs_on_hvd_trainer(case: str) -> None:
 def test_an_elastic_training_is_left_whole() -> None:
     """Its ranks change; those of torch.distributed do not."""
     text = "hvd.init()\n\n\n@hvd.elastic.run\ndef train(state):\n    print(hvd.rank())\n    model(1).backward()\n"
+    text += "# Horovod: wrap optimizer with DistributedOptimizer.\n"
     result = one(HEAD + text)
     assert result.after == HEAD.replace("import horovod.torch as hvd", "from hvd_trainer import hvd") + text
     assert [what for _, what, _ in result.left] == ["hvd.elastic.run"]
@@ -439,11 +457,50 @@ def test_what_still_names_horovod_is_for_the_author_to_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "train.py"
-    path.write_text(HEAD + "# Horovod: join the job.\nhvd.init()\nprint('Horovod begins')  # Horovod waits.\n")
+    path.write_text(
+        HEAD
+        + "# Horovod: join the job.\nhvd.init()\nprint('Horovod begins')  # Horovod waits.\n"
+        + "if args.horovod:  # code, and no sentence\n    pass\n"
+    )
     assert migrate_cli.main([str(path)]) == 0
     printed = capsys.readouterr().out
     assert "+# Join the job." in printed
-    assert f"still name Horovod:\n{path}:5: print('Horovod begins')  # Horovod waits.\n" in printed
+    assert f"still name Horovod:\n{path}:5: print('Horovod begins')  # Horovod waits.\n\n" in printed
+
+
+def test_a_large_folder_shows_how_far_it_is_on_a_terminal(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(source.progress.keywords, "delay", 0)
+    for name in ("one.py", "other.py"):
+        script.with_name(name).write_text("import train\n")
+    migrate_cli.main([str(script.parent)])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    migrate_cli.main([str(script.parent)])
+    shown = capsys.readouterr().err
+    assert re.search(r"parse: +0%.* 0/3 ", shown)
+    assert re.search(r"rewrite: +0%.* 0/3 ", shown)
+
+
+def test_the_last_lines_say_what_ddp_says_of_unused_parameters(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert migrate_cli.main([str(script)]) == 0
+    assert "leaves out parameters" not in capsys.readouterr().out
+    script.write_text(HEAD + WRAPPED.format("", "model(data)"))
+    assert migrate_cli.main([str(script)]) == 0
+    assert "Then write DDP(model, find_unused_parameters=True)" in capsys.readouterr().out
+
+
+def test_the_script_to_prove_is_one_that_trains(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.unlink()
+    main = HEAD + "hvd.init()\nif __name__ == '__main__':\n    pass\n"
+    script.with_name("a_module.py").write_text(HEAD + "hvd.init()\n")
+    script.with_name("b_measures.py").write_text("import a_module\n" + main)
+    script.with_name("c_trains.py").write_text("import a_module\n" + main + "loss.backward()\n")
+    assert migrate_cli.main([str(script.parent)]) == 0
+    assert f"migrate {script.with_name('c_trains.py')} --prove" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -619,6 +676,8 @@ TOKENS = {
     "backend = import_module('horovod.torch')\n": "horovod.torch",
     "subprocess.run(['horovodrun', '-np', '2', 'python', 'x.py'])\n": "horovodrun",
     "def train(hvd):\n    return hvd.rank()\n": "hvd",
+    "import pkg.mod as m\nprint(m.hvd.rank())\n": "hvd",
+    "setup(install_requires=['torch', 'horovod>=0.19'])\n": "horovod>=0.19",
 }
 
 
@@ -626,7 +685,7 @@ TOKENS = {
 def test_whatever_is_horovods_in_code_is_listed(text: str, tmp_path: Path) -> None:
     """Also in a file that does not import it."""
     rows = [(line, what) for line, what, _ in one(HEAD + "hvd.init()\n" + text).left]
-    assert (4, TOKENS[text]) in rows
+    assert (4 + text.startswith("import pkg"), TOKENS[text]) in rows
     (tmp_path / "train.py").write_text(text)
     assert TOKENS[text] == "hvd" or migrate_cli.main([str(tmp_path)]) == 3
 
@@ -656,6 +715,10 @@ COMMANDS = {
     ),
     ".ci/test.yml": ("- run: horovodrun -np 2 python -m train\n", "- run: torchrun --nproc-per-node 2 -m train\n"),
     "requirements.txt": ("torch\nhorovod[pytorch]>=0.28\nnumpy\n", "torch\nnumpy\n"),
+    "many.sh": (
+        "horovodrun -np $n -H localhost:$n cmd/$task.py --lr 1\n",
+        "torchrun --no-python --nproc-per-node $n cmd/$task.py --lr 1\n",
+    ),
 }
 
 
@@ -677,6 +740,11 @@ LINES = {
     "job.yaml": ("kind: MPIJob\n", "1: kind: MPIJob: kind: PyTorchJob"),
     "hosts.sh": ("\nhorovodrun -np 4 -H a:2,b:2 python train.py\n", "on b: torchrun --nnodes 2 --master-addr a"),
     "env.sh": ("export HOROVOD_TIMELINE=t.json\n", "1: HOROVOD_TIMELINE: record a trace by torch.profiler"),
+    "build.sh": (
+        "HOROVOD_WITH_PYTORCH=1 HOROVOD_CUDA_HOME=/cuda make\n",
+        "1: HOROVOD_WITH_PYTORCH, HOROVOD_CUDA_HOME: nothing of PyTorch reads it",
+    ),
+    "Makefile": ("RUN=mpirun -np 2\nrun:\n\t${RUN} python other.py\n", "1: mpirun: torchrun --nproc-per-node N"),
     "notes.ipynb": ('{"source": ["import horovod.torch as hvd"]}', "a notebook: jupyter nbconvert"),
     "old.py": ("import horovod.torch as hvd\nprint 'old'\n", "2: old.py is not Python 3"),
     "keras.py": (
@@ -748,11 +816,14 @@ def test_horovod_by_another_files_import_is_followed() -> None:
         Path("a.py"): "from world import hvd\n\nprint(hvd.rank())\n",
         Path("b.py"): "from world import *\n\nprint(hvd.size())\n",
         Path("c.py"): "from world import hvd\n\nhvd.start_timeline('t')\n",
+        Path("d.py"): "import pkg.world as w\n\nprint(w.hvd.rank())\nw.hvd.start_timeline('t')\n",
     }
     after = {it.path.stem: it.after for it in migrate(texts)}
     assert after["a"] == "import torch.distributed as dist\n\nprint(dist.get_rank())\n"
     assert "print(dist.get_world_size())\n" in after["b"]
     assert after["c"] == "from hvd_trainer import hvd\n\nhvd.start_timeline('t')\n"
+    assert after["d"].endswith("print(dist.get_rank())\nw.hvd.start_timeline('t')\n")
+    assert after["world"] == "from hvd_trainer import hvd\n", "d has it from there"
 
 
 LAUNCHERS = {
