@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from hvd_trainer.backends import EngineOptions, create, process_group
+from hvd_trainer.backends import EngineOptions, create
 from hvd_trainer.backends.devices import choose_devices
 from hvd_trainer.backends.engine import Engine
 from hvd_trainer.backends.session import Session
@@ -24,7 +23,7 @@ from hvd_trainer.hvd.common.basics import Runtime
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous import ranks
 from hvd_trainer.rendezvous.ranks import RankInfo
-from hvd_trainer.utils import accelerator, rng
+from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.threads import start_thread
 
 GPU = torch.device("cuda", 0)
@@ -37,13 +36,6 @@ class Driver:
     def __init__(self, kind: str = "cuda", devices: int = 2) -> None:
         self.kind, self.devices = kind, devices
         self.calls: list[tuple[str, Any]] = []
-        self.default_generators = [SimpleNamespace(manual_seed=self._seeder(number)) for number in range(devices)]
-
-    def _seeder(self, number: int) -> Any:
-        return lambda seed: self.calls.append(("seed", (number, seed)))
-
-    def init(self) -> None:
-        pass
 
     def is_initialized(self) -> bool:
         return True
@@ -143,13 +135,6 @@ def test_unsupported_accelerator_is_named_and_not_used(monkeypatch: pytest.Monke
     assert choose_devices(World())[0].type == "cpu"
 
 
-def test_seed_all_seeds_one_gpu_only(driver: Driver) -> None:
-    """`torch.cuda.manual_seed` seeds the current GPU: blocks on cuda:1 once seeded cuda:0, so that dropout there
-    depended on where the blocks were."""
-    rng.seed_all(7, torch.device("cuda", 1))
-    assert driver.calls == [("seed", (1, 7))]
-
-
 # Who shares a GPU.
 
 
@@ -240,39 +225,6 @@ def test_ranks_of_several_gpus_are_refused_on_nccl() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "transport", "groups", "eager"),
-    [
-        ("cpu", "gloo", "gloo", False),
-        ("cuda", "nccl", "cpu:gloo,cuda:nccl", True),
-        ("cuda", "gloo", "gloo", False),
-        ("xpu", "xccl", "cpu:gloo,xpu:xccl", True),
-    ],
-)
-def test_process_group_uses_gloo_for_cpu_tensors(
-    device: str, transport: str, groups: str, eager: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under NCCL alone, objects went through the memory of every GPU: on a resume, a whole checkpoint did."""
-    asked: dict[str, Any] = {}
-
-    def init(backend: str, **more: Any) -> None:
-        asked.update(more, backend=backend)
-
-    monkeypatch.setattr(dist, "init_process_group", init)
-    monkeypatch.setattr(process_group, "_lift_limit", lambda *_: None)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    session: Any = SimpleNamespace(
-        device=torch.device(device, None if device == "cpu" else 0),
-        world=World(),
-        store=dist.HashStore(),
-        options=EngineOptions(),
-    )
-    process_group.start(session, transport)
-    assert asked["backend"] == groups
-    assert asked["device_id"] == (session.device if eager else None)
-
-
-@pytest.mark.parametrize(
     ("device", "built", "said"),
     [
         (
@@ -317,14 +269,6 @@ def test_horovod_nccl_abort_is_set_in_elastic_mode_only() -> None:
     assert "HOROVOD_NCCL_ABORT" not in backend._tuning()
     backend.session.driver = SimpleNamespace()
     assert backend._tuning()["HOROVOD_NCCL_ABORT"] == "1"
-
-
-def test_keep_alive_excludes_gpu_tensors() -> None:
-    """The tensors of the last four exchanges were kept: three times the gradients under `--reproducible`."""
-    backend: Any = create(EngineOptions(backend="single"), {})
-    on_host, on_device = torch.zeros(2), torch.zeros(2, device="meta")
-    backend.collectives._keep_alive(on_host, on_device)
-    assert [tensor.device.type for tensor in backend.collectives._kept_alive[-1]] == ["cpu"]
 
 
 # What PyTorch must have.
