@@ -130,11 +130,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _programs(migrated: Sequence[Migrated]) -> list[Path]:
     """Return the files that start a process group and are scripts, first those that train."""
+    text = "\n".join(file.after for file in migrated if file.path.suffix == ".py")
     starts = [file for file in migrated if file.path.suffix == ".py" and "init_process_group" in file.after]
-    names = [rf"(?m)^\s*(from|import)\b.*\b{file.path.stem}\b" for file in starts]
-    tops = [
-        it for it, name in zip(starts, names, strict=True) if not any(re.search(name, o.after) for o in migrated)
-    ]
+    tops = [file for file in starts if not re.search(rf"(?m)^\s*(from|import)\b.*\b{file.path.stem}\b", text)]
     return [file.path for file in sorted(tops, key=lambda file: "backward(" not in file.after)]
 
 
