@@ -125,11 +125,12 @@ def new_group(
     if not _groups.is_started:
         start(session, "gloo")
     transport = transport or _groups.backend
+    timeout = timedelta(seconds=session.options.startup_timeout_s)
     own: Any = None
     # A default group of Gloo has no device, and NCCL's would take that of LOCAL_RANK, or of the rank among all.
     device = None if transport in (None, "gloo") else session.device
     for ranks in groups:
-        made = dist.new_group(list(ranks), backend=transport, device_id=device)
+        made = dist.new_group(list(ranks), timeout=timeout, backend=transport, device_id=device)
         if session.world.rank in ranks:
             own = made
             _lift_limit(made, device)

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerator_stand_in import StandIn
 
 from hvd_trainer.measure.listener import End, Step
 from hvd_trainer.measure.measured import MeasuredTrial
@@ -19,6 +18,7 @@ from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.steps import StepRecorder
 from hvd_trainer.measure.trials import TrialRunner
 from hvd_trainer.observe.phases import PHASES, Clock
+from hvd_trainer.utils import accelerator
 
 pytestmark = pytest.mark.warm
 SCRIPT = """
@@ -57,9 +57,11 @@ def test_probe_records_memory_of_the_accelerator(tmp_path: Path, monkeypatch: py
     """The host's memory was compared with a trainer's memory on a GPU."""
     assert recorded(tmp_path) > 50, "of the process, which has imported PyTorch"
     clock = Clock(torch.device("cpu"))
-    StandIn(monkeypatch).peak = 3 * 2**20
+    monkeypatch.setattr(accelerator, "is_host", lambda _: False)
+    monkeypatch.setattr(accelerator, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda _: 3 * 2**20)
     monkeypatch.setattr("hvd_trainer.measure.steps.Clock", lambda device: clock)
-    monkeypatch.setattr("hvd_trainer.utils.accelerator.name", lambda device: "a GPU")
+    monkeypatch.setattr(accelerator, "name", lambda _: "a GPU")
     assert recorded(tmp_path / "other") == 3
 
 

@@ -21,7 +21,7 @@ EXAMPLES = REPOSITORY / "examples/mnist"
 WEIGHTS: set[str] = set()
 """Digests of the weights that scripts have trained."""
 LONG = {
-    *("resume on horovod", "texts in chunks"),
+    *("resume on horovod", "texts in chunks", "hvd: process sets of four ranks"),
     *(name for name in RULES if "waits" in name),
 } - {
     "host waits on ddp: plain",
@@ -38,7 +38,7 @@ def test_device_is_as_a_gpu() -> None:
 def test_rule(name: str, tmp_path: Path) -> None:
     rule = RULES[name]
     # Two hide in which order values are added.
-    ranks = 3 if rule.check is device_checks.resume or rule.devices > 2 else rule.ranks
+    ranks = max(3, rule.ranks) if rule.check is device_checks.resume or rule.devices > 2 else rule.ranks
     devices = {"PRETEND_DEVICES": str(max(2, ranks, ranks * rule.devices // rule.ranks))}
     run_ranks(rule.check, num_processes=ranks, args=rule.in_folder(tmp_path), env=devices, timeout_s=300)
 

@@ -75,6 +75,13 @@ def same_bits(job: str, texts: Sequence[str], folder: str, orders: Sequence[str]
     return rank(), digests
 
 
+def same_bits_of_all(*args: Any) -> tuple[int, dict[str, str]]:
+    """Do as `same_bits` with ways that give the same weights, such as cuts of one model at other places."""
+    number, digests = same_bits(*args)
+    assert len(set(digests.values())) == 1, digests
+    return number, digests
+
+
 def host_waits(engine: str, texts: Sequence[str]) -> tuple[int, None]:
     """Count where the host waits in 10 steps and in 20, within one line of the log: nowhere in a step."""
     for text in texts:
@@ -101,32 +108,42 @@ def sent_from_host(*args: Any) -> tuple[int, dict[str, str]]:
 
 
 def samples_and_rate(engine: str) -> tuple[int, None]:
-    """No step waits for a batch that is made of samples, nor for a rate that is a tensor.
+    """No step waits for a batch that is made of samples, its weight, or a rate that is a tensor.
 
     The rate is written to, as a captured optimizer reads it.
     """
+    for way in ({}, {"accumulate": 2}, {"chunks": 2}):
+        _samples_and_rate(engine, way)
+    return rank(), None
+
+
+def _samples_and_rate(engine: str, way: dict[str, int]) -> None:
     from trainings import fit, options_of
 
-    samples = [(sample, number % 2) for number, sample in enumerate(torch.rand(160, 4096))]
+    from hvd_trainer import accuracy
+
+    samples = [
+        (sample, number % 2) for number, sample in enumerate(torch.rand(160 * way.get("accumulate", 1), 4096))
+    ]
     gpu, counts = torch.device(kind(), rank()), []
     for steps in (10, 20):
         waits: Counter[str] = Counter()
         controls().on_host_wait(partial(count_wait, waits))
-        lr, model = torch.tensor(0.5, device=gpu), torch.nn.Linear(4096, 2)
+        lr, model = torch.tensor(0.5, device=gpu), torch.nn.Sequential(torch.nn.Linear(4096, 2))
         optimizer = torch.optim.Adam(model.parameters(), lr=lr, capturable=True)
         rates: list[Any] = []
         optimizer.register_step_pre_hook(lambda *_, lr=lr, seen=rates: seen.append(lr.clone()))
         options = options_of(
-            engine, log_every=999, max_steps=steps, batch_size=8, epochs=2, warmup_epochs=1.0, workers=0
+            engine, log_every=999, max_steps=steps, batch_size=8, epochs=2, warmup_epochs=1.0, workers=0, **way
         )
-        fit(options, model, samples, optimizer=optimizer)
+        how = {"metrics": {"accuracy": accuracy}, "weight": lambda batch: batch[1].sum()}
+        fit(options, model, samples, optimizer=optimizer, **how)
         counts.append(waits)
         warm = [0.5 * (step + 1) / 21 for step in range(steps)]
         assert torch.allclose(torch.stack(rates).cpu(), torch.tensor(warm)), "not the rates of a warm-up"
         assert optimizer.param_groups[0]["lr"] is lr, "the tensor has been replaced"
         assert lr.item() == 0.5, "the user's rate has changed"
-    assert not (more := counts[1] - counts[0]), f"the host waits in each step: {dict(more)}"
-    return rank(), None
+    assert not (more := counts[1] - counts[0]), f"{way}: the host waits in each step: {dict(more)}"
 
 
 class Noting(torch.nn.Linear):

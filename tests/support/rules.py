@@ -42,7 +42,7 @@ SHARDS = ("--backend ddp --shard full", 0.75, "--backend ddp")
 WAY = f"{DIGITS} --backend single --batch-size 256 --max-steps 5"
 FROM_HOST = ("mnist", (WAY,), FOLDER, ("blocking", *VERY_LATE))
 CHUNKS = ("imdb", (f"{TEXTS} --backend ddp --chunks 2",), FOLDER, ("blocking", LATE_SIDE))
-TWO_DEVICES = ("imdb", (f"{TEXTS} --backend ddp --devices-per-rank 2",), FOLDER, ("blocking", LATE_SIDE))
+CUTS = tuple(f"{TEXTS} --backend ddp --devices-per-rank 2 --balance {cut}" for cut in ("1,3", "3,1"))
 REPRODUCIBLE = ("--backend ddp --reproducible 2", 1.3, "--backend ddp", 2.0)
 START = f"--backend ddp --log-dir {FOLDER} --save-every-steps 2"
 RESUMED = (f"--backend ddp --log-dir {FOLDER} --max-steps 6 --resume auto", 1.1, START)
@@ -53,7 +53,9 @@ RULES = {
     "random numbers are those of the device": Rule(device_checks.generators, 1, devices=2),
     "batches are whole": Rule(device_checks.sent_from_host, 1, FROM_HOST),
     "texts in chunks": Rule(device_checks.same_bits, 2, CHUNKS),
-    "a model on two devices": Rule(device_checks.same_bits, 1, TWO_DEVICES, devices=2),
+    "a model on two devices": Rule(
+        device_checks.same_bits_of_all, 1, ("imdb", CUTS, FOLDER, ("blocking", LATE_SIDE)), devices=2
+    ),
     "types of products": Rule(device_checks.precisions, 1, ("single",)),
     "an overflow of one stage": Rule(device_checks.overflow_of_one_stage, 2, ("ddp",)),
     "times of phases": Rule(stream_checks.times, 1),
@@ -63,6 +65,8 @@ RULES = {
     "hvd": Rule(stream_checks.hvd_in_any_order, 2, IN_ANY_ORDER),
     "hvd: a rank that has joined": Rule(stream_checks.hvd_join, 2),
     "hvd: tensors that travel together": Rule(stream_checks.hvd_fuses, 2, devices=4),
+    "hvd: process sets": Rule(stream_checks.hvd_process_sets, 3, devices=3),
+    "hvd: process sets of four ranks": Rule(stream_checks.hvd_process_sets, 4, devices=4),
     "c10d": Rule(stream_checks.c10d_in_any_order, 2, IN_ANY_ORDER, engine="horovod"),
     **{
         f"host waits on {engine}: {name}": Rule(device_checks.host_waits, ranks, (engine, (way,)), engine=engine)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -65,10 +66,10 @@ def check_barrier(barrier: Callable[[], Any], gpu: Any) -> None:
 
 
 def copy_to_host_is_whole() -> tuple[int, None]:
-    """What a checkpoint is made of has been computed and copied before it is written."""
+    """What a checkpoint is made of has been computed and copied before it is written; its memory is used again."""
     import torch
 
-    from hvd_trainer.checkpoint.async_writer import copy_to_host
+    from hvd_trainer.checkpoint.async_writer import PinnedMemory, copy_to_host
 
     controls().run_in_order("late default stream")
     state = {}
@@ -79,6 +80,12 @@ def copy_to_host_is_whole() -> tuple[int, None]:
         state[str(number)] = values
     for name, copied in copy_to_host(state).tensors.items():
         assert torch.equal(copied, torch.ones(1000)), f"of device {name}: {copied[:3].tolist()}"
+    memory, places = PinnedMemory(), []
+    for times in (1, 1, 9, 1):
+        copied = copy_to_host({"0": state["0"].repeat(times)}, memory).tensors["0"]
+        assert copied.is_pinned(), "pageable memory, from which copies are several times as slow"
+        places.append(copied.data_ptr())
+    assert (places[0], places[2]) == (places[1], places[3]), "page-locked memory is allocated again"
     return 0, None
 
 
@@ -256,6 +263,29 @@ def hvd_fuses() -> tuple[int, None]:
     return rank(), None
 
 
+def hvd_process_sets() -> tuple[int, None]:
+    """Exchanges of process sets that share ranks begin in one order, whichever a rank has asked for first."""
+    import torch
+
+    import hvd_trainer.hvd as hvd
+
+    pairs = [hvd.ProcessSet([number, number + 1]) for number in range(int(os.environ["WORLD_SIZE"]) - 1)]
+    hvd.init(process_sets=pairs)
+    ones = torch.ones(4, device=place())
+    own = [hvd.global_process_set, *(pair for pair in pairs if pair.included())]
+    totals = []
+    for number in range(50):
+        first = (number + rank()) % len(own)
+        asked = [*own[first:], *own[:first]]
+        handles = [hvd.allreduce_async(ones, name=f"sum {number}", op=hvd.Sum, process_set=it) for it in asked]
+        totals += [(it.size(), hvd.synchronize(handle)) for it, handle in zip(asked, handles, strict=True)]
+    assert ends(torch.accelerator.synchronize), "exchanges wait for each other on different ranks"
+    for size, total in totals:
+        assert total.tolist() == [size] * 4
+    hvd.shutdown()
+    return rank(), None
+
+
 def c10d_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
     """Horovod below torch.distributed: an operation runs on the stream of its call, and others wait for it."""
     import torch
@@ -292,7 +322,7 @@ def c10d_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
 
 
 def results_are_waited_for(engine: str) -> tuple[int, None]:
-    """What collectives return can be read at once; the engine's group is one, and has the job's time limit."""
+    """What collectives return can be read at once; all ranks have one group, and each has the job's time limit."""
     import torch
     import torch.distributed as dist
 
@@ -313,8 +343,9 @@ def results_are_waited_for(engine: str) -> tuple[int, None]:
         for name, (result, expected) in results.items():
             assert result.tolist() == [expected] * 1000, f"{name}: {result[:3].tolist()}, not {expected}"
         whole: Any = dist.group.WORLD
-        for device in (torch.device("cpu"), gpu):
-            part = whole._get_backend(device)
+        alone: Any = backend.group_of([[number] for number in range(size)])
+        for group, device in itertools.product((whole, alone), (torch.device("cpu"), gpu)):
+            part = group._get_backend(device)
             # The monitor finds who does not come to an exchange on a device.
             lasts = device.type != "cpu" and hasattr(part, "set_timeout")
             expected, limit = process_group.NO_TIMEOUT if lasts else timedelta(seconds=77), part.options._timeout

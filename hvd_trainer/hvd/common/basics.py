@@ -24,6 +24,7 @@ from hvd_trainer.faults.collectives import CollectiveCall
 from hvd_trainer.hvd.common.commits import CommitFiles
 from hvd_trainer.hvd.common.controller import Controller
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
+from hvd_trainer.hvd.common.launch_order import LaunchOrder
 from hvd_trainer.hvd.common.request import Kind, Request, Signature
 from hvd_trainer.hvd.common.settings import (
     NO,
@@ -96,7 +97,7 @@ class Runtime(Engine):
     def start(self) -> None:
         session, environ = self.session, self._environ
         self.set_ranks.clear()  # of a start among ranks of which one was lost
-        self._set_numbers = itertools.count()
+        self._set_numbers, self._order = itertools.count(), LaunchOrder(self.set_ranks)
         warning = lone_process_warning(session.world, environ)
         if warning:
             logger.warning("%s", warning)
@@ -191,7 +192,7 @@ class Runtime(Engine):
         self.set_ranks[set_id] = ranks
         if self.world.rank in ranks:
             store = dist.PrefixStore(f"set {set_id}", self.session.store)
-            self._controllers[set_id] = Controller(store, ranks, self.settings, self.session)
+            self._controllers[set_id] = Controller(set_id, store, ranks, self.settings, self.session, self._order)
         return set_id
 
     def change_set(self, kind: str, ranks: Sequence[int]) -> int | None:

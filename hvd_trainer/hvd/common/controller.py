@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from hvd_trainer.faults.collectives import CollectiveCall
 from hvd_trainer.hvd.common import wire
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.executor import Executor
+from hvd_trainer.hvd.common.launch_order import LaunchOrder
 from hvd_trainer.hvd.common.matching import Matcher, Response
 from hvd_trainer.hvd.common.request import MAX_NUMBER, NUMBER_BITS, Request
 from hvd_trainer.hvd.common.settings import Settings
@@ -66,9 +67,11 @@ class Controller:
     """One process set, of which this process is a member.
 
     Args:
+        set_id: the same on all ranks.
         store: of this set alone.
         ranks: global ranks of the members, in order.
         settings: the same on all ranks.
+        order: of this rank's process sets.
 
     Attributes:
         ended: why no operation succeeds any more; None as long as they do.
@@ -77,7 +80,15 @@ class Controller:
         num_joins: how often all members have joined.
     """
 
-    def __init__(self, store: dist.Store, ranks: Sequence[int], settings: Settings, session: Session) -> None:
+    def __init__(
+        self,
+        set_id: int,
+        store: dist.Store,
+        ranks: Sequence[int],
+        settings: Settings,
+        session: Session,
+        order: LaunchOrder,
+    ) -> None:
         self.ranks, self.rank, self.settings, self.session = ranks, session.world.rank, settings, session
         self.ended: str | None = None
         self.shut_down_by: list[int] = []
@@ -107,7 +118,8 @@ class Controller:
         self._thread: threading.Thread | None = None
         # Last: `_check_wait` is called while the members connect.
         self._transport = Transport(store, me, len(ranks), session, self._check_wait)
-        self._executor = Executor(self._transport, ranks, settings.fusion_bytes)
+        self._executor = Executor(self._transport, ranks, settings.fusion_bytes, order)
+        self._set_id, self._order = set_id, order
 
     # Called by the user's threads.
 
@@ -363,7 +375,8 @@ class Controller:
                 request.began_at = began_at
                 done.append(request)
         if to_exchange:
-            self._executor.run(to_exchange)
+            with self._turn(to_exchange):
+                self._executor.run(to_exchange)
         if responses and logger.isEnabledFor(logging.DEBUG):
             names = (f"{response.signature.name}: {response.error or 'done'}" for response in responses)
             logger.debug("round %d: %s", self._num_rounds, ", ".join(names))
@@ -376,6 +389,17 @@ class Controller:
             self.session.activity.advance()
         self._idle_rounds = 0 if responses else self._idle_rounds + 1
         self._end_round(flags)
+
+    def _turn(self, responses: Sequence[Response]) -> AbstractContextManager[None]:
+        """Return the context in which exchanges may begin: on an accelerator in the order of all process sets."""
+        if all(response.signature.device in ("", "cpu") for response in responses):
+            return nullcontext()
+        return self._order.turn(self._set_id, self._greatest, self._check_wait)
+
+    def _greatest(self, number: int) -> int:
+        """Return the greatest of the members' numbers. A collective."""
+        messages = self._transport.mesh.all_gather(number.to_bytes(8, "big"))
+        return max(int.from_bytes(message, "big") for message in messages)
 
     def _note_joined(self, flags: Mapping[int, int]) -> None:
         """Note who has joined, with the flags of each; if all have, end their `join`."""

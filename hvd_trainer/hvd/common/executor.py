@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvd_trainer.hvd.common import adasum
+from hvd_trainer.hvd.common.launch_order import LaunchOrder
 from hvd_trainer.hvd.common.matching import Response
 from hvd_trainer.hvd.common.request import DTYPES, Kind, Op, Request, Signature
 from hvd_trainer.hvd.common.transport import Transport
@@ -42,14 +43,14 @@ class Executor:
 
     Args:
         fusion_bytes: tensors up to this size in total travel together.
+        order: of this rank's process sets.
     """
 
-    def __init__(self, transport: Transport, ranks: Sequence[int], fusion_bytes: int) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, ranks: Sequence[int], fusion_bytes: int, order: LaunchOrder) -> None:
+        self._transport, self._order = transport, order
         self._ranks = ranks
         self._fusion_bytes = fusion_bytes
         self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._streams: dict[torch.device, Any] = {}
         self.join_device = torch.device("cpu")
         """where the zeros of a rank that has joined are made, for operations on an accelerator"""
 
@@ -86,10 +87,8 @@ class Executor:
         return torch.device("cpu") if responses[0].signature.device == "cpu" else self.join_device
 
     def _on_stream(self, run: Callable[..., None], responses: Sequence[Response], device: torch.device) -> None:
-        """Queue the operations on a stream of their own, after what the tensors depend on."""
-        if device not in self._streams:
-            self._streams[device] = torch.Stream(device)
-        with accelerator.on_stream(self._streams[device]):
+        """Queue the operations on the stream of exchanges, after what the tensors depend on."""
+        with accelerator.on_stream(self._order.stream(device)):
             for response in responses:
                 if response.request is not None and response.request.ready is not None:
                     response.request.ready.block()

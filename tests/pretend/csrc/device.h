@@ -27,7 +27,7 @@
 namespace pretend {
 
 constexpr auto TYPE = c10::DeviceType::PrivateUse1;
-constexpr int STREAMS = 32;  // of a device; number 0 is the default stream
+constexpr int STREAMS = 32;  // of a device; number 0 is the default stream, and the last one that of exchanges
 
 int num_devices();
 int current_device();
@@ -72,6 +72,7 @@ class Queue {
 
 Queue& queue_of(int device, int64_t stream);
 Queue& current_queue(int device);
+inline Queue& exchange_queue(int device) { return queue_of(device, STREAMS - 1); }
 c10::Stream stream_of(const Queue& queue);
 c10::Stream new_stream(int device);
 

@@ -1,11 +1,12 @@
 // A backend of torch.distributed that behaves like NCCL; Gloo moves the bytes.
 //
 //   caller's stream     [ backward ]---.                  .---[ update ]
-//   group's stream                     '--[ all-reduce ]--'
+//   exchanges                          '--[ all-reduce ]--'
 //                            started: an event ^    ^ wait(): another event; the host waits for neither
 //
 // As with NCCL,
-// - a group has one stream, in which its exchanges run one after the other, in the order of their calls;
+// - exchanges run beside what computes, one after the other in the order of their calls, those of all groups of a
+//   device: more need not fit onto a GPU;
 // - `wait` lets the caller's current stream wait, and not the host;
 // - an exchange's tensors are kept until `wait`, and no longer;
 // - sends and receives between `_start_coalescing` and `_end_coalescing` run at the same time;
@@ -32,7 +33,7 @@ using c10d::OpType;
 using Tensors = std::vector<Tensor>;
 constexpr std::chrono::milliseconds ABORT_TIME(500);
 
-// What Gloo does for one call: `start` in the group's stream, and `finish` when that is done.
+// What Gloo does for one call: `start` in the stream of exchanges, and `finish` when that is done.
 struct Exchange {
   std::function<intrusive_ptr<c10d::Work>()> start;
   std::function<void()> finish = [] {};
@@ -264,7 +265,7 @@ class Group final : public Backend {
   intrusive_ptr<c10d::Work> launch(
       OpType type, std::vector<Exchange> exchanges, Tensors tensors, Tensors results) {
     raise_if_failed();
-    auto &queue = own_queue(), &current = current_queue(device_.index());
+    auto &queue = exchange_queue(device_.index()), &current = current_queue(device_.index());
     // A result that is read in the caller's stream before `wait` is NaN, and not what may be there already.
     Tensors read, kept;
     if (type != OpType::BROADCAST)  // whose root may read its tensor meanwhile
@@ -286,17 +287,10 @@ class Group final : public Backend {
     return c10::make_intrusive<Work>(rank_, type, end, queue, std::move(tensors), std::move(results));
   }
 
-  Queue& own_queue() {
-    std::call_once(started_, [this] { stream_ = new_stream(device_.index()).id(); });
-    return queue_of(device_.index(), stream_);
-  }
-
   intrusive_ptr<Backend> gloo_;
   std::shared_ptr<State> state_;
   intrusive_ptr<Options> options_;
   c10::Device device_;
-  std::once_flag started_;
-  int64_t stream_ = 0;
   bool coalesces_ = false;
   std::vector<Exchange> coalesced_;
   Tensors coalesced_tensors_;

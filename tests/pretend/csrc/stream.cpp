@@ -123,7 +123,7 @@ c10::Stream stream_of(const Queue& queue) {
 
 c10::Stream new_stream(int device) {
   static std::atomic<int> made{0};
-  return stream_of(queue_of(device, 1 + made++ % (STREAMS - 1)));
+  return stream_of(queue_of(device, 1 + made++ % (STREAMS - 2)));
 }
 
 // Host waits.

@@ -147,26 +147,6 @@ def test_device_is_read_only_while_waiting(lone_backend: Backend, monkeypatch: p
     assert all(reads.waiting)
 
 
-def test_weights_are_not_read_between_two_lines_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-
-    class Window(Callback):
-        def on_step_end(self, run: RunView, result: Any) -> None:
-            if run.progress.step == 2:
-                for name in ("tolist", "item", "__float__", "__int__", "__bool__"):
-                    monkeypatch.setattr(Tensor, name, lambda its, *_, name=name: read.append(name))
-            elif run.progress.step == 5:
-                monkeypatch.undo()
-
-    data = TensorData(torch.randn(80, 4), torch.randint(3, (80,)))
-    how = {"callbacks": [Window()], "metrics": {"accuracy": accuracy}, "weight": lambda batch: batch[1].sum()}
-    for options in ({}, {"accumulate": 2}, {"chunks": 2}):
-        # Whether to stop is asked by the clock, a few times a second.
-        monkeypatch.setattr(StepConsensus, "poll", lambda *_, **__: frozenset())
-        fit(options_of(epochs=2, batch_size=8, **options), nn.Sequential(nn.Linear(4, 3)), data, **how)
-    assert not read
-
-
 # What is not finite is found at the next line of the log.
 
 

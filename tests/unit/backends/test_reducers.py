@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerator_stand_in import StandIn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +16,7 @@ from hvd_trainer.backends.horovod_waiter import Waiter
 from hvd_trainer.backends.session import LOST_RANK_ERRORS
 from hvd_trainer.errors import BackendError
 from hvd_trainer.faults.activity import Activity, CollectiveAbortedError
+from hvd_trainer.utils import accelerator
 
 # Gradients in buckets.
 
@@ -83,7 +83,7 @@ def test_buckets_on_accelerators_use_two_operations(
         written.append(len(views))
         copy(views, grads)
 
-    StandIn(monkeypatch)
+    monkeypatch.setattr(accelerator, "is_host", lambda _: False)
     monkeypatch.setattr(torch, "_foreach_copy_", noted)
     monkeypatch.setattr(torch, "mul", None)  # the one that takes one parameter at a time
     found, found_sizes = exchanged(3, **options)
@@ -146,7 +146,7 @@ def test_gradient_that_backward_adds_to_after_it_is_sent_is_refused(
 ) -> None:
     """It was sent and divided once more, and the weights were wrong; DDP refuses it, too."""
     if on_accelerator:
-        StandIn(monkeypatch)
+        monkeypatch.setattr(accelerator, "is_host", lambda _: False)
     model = nn.ModuleDict({"shared": nn.Linear(3, 3), "last": nn.Linear(3, 1)})
     reducer = BucketReducer(model, Exchange(), num_ranks=2, limit_bytes=1)
     for times in (1, 2):

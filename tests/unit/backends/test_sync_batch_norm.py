@@ -1,4 +1,4 @@
-"""Batch norm over ranks on the CPU, and as accelerators compute it: their kernels' formulas in plain PyTorch."""
+"""Batch norm over ranks on the CPU, and by the pretend device's kernels, which CPU tensors are sent to."""
 
 from __future__ import annotations
 
@@ -9,89 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from accelerator_stand_in import StandIn
+from pretend.kernels import all_of_batch_norm
 from torch import Tensor, nn
 
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
+from hvd_trainer.utils import accelerator
 
 RANKS = 3
-
-
-def shaped(values: Tensor, like: Tensor) -> Tensor:
-    return values.view(1, -1, *(1,) * (like.dim() - 2))
-
-
-def dims(tensor: Tensor) -> list[int]:
-    return [0, *range(2, tensor.dim())]
-
-
-def statistics(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    # The kernel's statistics of fp16 and bf16 are fp32.
-    values = input.to(torch.promote_types(input.dtype, torch.float32))
-    var, mean = torch.var_mean(values, dims(input), correction=0)
-    return mean, (var + eps).rsqrt()
-
-
-def gathered(
-    input: Tensor,
-    means: Tensor,
-    invstds: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    counts: Tensor,
-) -> tuple[Tensor, Tensor]:
-    assert counts.dtype == (input if running_mean is None else running_mean).dtype, "else the kernel refuses"
-    shares = (counts / counts.sum())[:, None]
-    mean = (shares * means).sum(0)
-    var = (shares * (invstds**-2 - eps + (means - mean) ** 2)).sum(0)
-    if running_mean is not None and running_var is not None:
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        running_var.lerp_((var * counts.sum() / (counts.sum() - 1)).to(running_var.dtype), momentum)
-    return mean, (var + eps).rsqrt()
-
-
-def normalized(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
-) -> Tensor:
-    out = (input - shaped(mean, input)) * shaped(invstd, input)
-    out = out if weight is None else out * shaped(weight, input)
-    return out if bias is None else out + shaped(bias, input)
-
-
-def reduced(
-    grad: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, *needed: bool
-) -> tuple[Tensor | None, ...]:
-    assert grad.stride() == input.stride(), "a kernel takes both for laid out alike"
-    sum_dy = grad.sum(dims(grad))
-    sum_dy_xmu = (grad * (input - shaped(mean, input))).sum(dims(grad))
-    sums = (sum_dy, sum_dy_xmu) if needed[0] else (None, None)
-    return (*sums, sum_dy_xmu * invstd if needed[1] else None, sum_dy if needed[2] else None)
-
-
-def passed_back(
-    grad: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-    sum_dy: Tensor,
-    sum_dy_xmu: Tensor,
-    counts: Tensor,
-) -> Tensor:
-    assert counts.dtype == torch.int32
-    assert counts.is_contiguous(), "the kernel reads the counts as they lie in memory"
-    total = counts.sum()
-    centred = (input - shaped(mean, input)) * shaped(invstd**2 * sum_dy_xmu / total, input)
-    scale = invstd if weight is None else invstd * weight
-    return (grad - shaped(sum_dy / total, input) - centred) * shaped(scale, input)
 
 
 @pytest.fixture
 def accelerated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Send CPU tensors the way of an accelerator's; return the names of the kernels that were called."""
-    calls = StandIn(monkeypatch).calls
+    calls: list[str] = []
+    monkeypatch.setattr(accelerator, "is_host", lambda _: False)
 
     def noted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -100,15 +31,8 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    kernels = {
-        "batch_norm_stats": statistics,
-        "batch_norm_gather_stats_with_counts": gathered,
-        "batch_norm_elemt": normalized,
-        "batch_norm_backward_reduce": reduced,
-        "batch_norm_backward_elemt": passed_back,
-    }
-    for name, kernel in kernels.items():
-        monkeypatch.setattr(torch, name, noted(name, kernel))
+    for kernel in all_of_batch_norm():
+        monkeypatch.setattr(torch, kernel.__name__, noted(kernel.__name__, kernel))
     return calls
 
 

@@ -1,4 +1,4 @@
-"""What is copied to an accelerator, and from where. A stand-in replaces the accelerator."""
+"""What is copied to an accelerator, and from where; batches stay on the CPU, so that they can be looked at."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerator_stand_in import StandIn
 from data_checks import Stream
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from hvd_trainer.data import DataShard, LoaderPlan, TensorData, make_loader, mea
 from hvd_trainer.data.transfer import Transfer
 from hvd_trainer.launch.world import World
 from hvd_trainer.observe import summary
+from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.tensors import tensors_in
 
 DEVICE = torch.device("meta")
@@ -23,9 +23,9 @@ DEVICE = torch.device("meta")
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """Simulate a machine whose only device is an accelerator."""
-    made = StandIn(monkeypatch)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Simulate a machine whose only device is an accelerator; note what it is asked for."""
+    made = SimpleNamespace(calls=[], free=1000)
 
     class Sent:
         """Stands for a `Transfer`, and notes what it copies."""
@@ -38,7 +38,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
                 made.calls.append(f"copy {[tensor.tolist() for tensor in tensors_in(batch)]}")
                 yield batch
 
+    def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made.calls.append(f"pin {tuple(shape)} of {dtype}")
+        return torch.empty(shape, dtype=dtype)
+
     monkeypatch.setattr("hvd_trainer.data.loader.Transfer", Sent)
+    monkeypatch.setattr(accelerator, "is_host", lambda _: False)
+    monkeypatch.setattr(accelerator, "pinned", pinned)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _: (made.free, made.free))
     return made
 
 
@@ -75,7 +82,9 @@ def pixels(count: int) -> TensorData:
     return TensorData(inputs, torch.arange(count), Halve(), name="pixels")
 
 
-def test_pixels_are_sent_as_bytes_from_pinned_memory(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pixels_are_sent_as_bytes_from_pinned_memory(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pixels were gathered in pageable memory first, and copied to pinned memory from there."""
     monkeypatch.setattr(Tensor, "pin_memory", lambda *_: pytest.fail("one copy too many"))
     gpu.free = 0
@@ -89,7 +98,7 @@ def test_pixels_are_sent_as_bytes_from_pinned_memory(gpu: StandIn, monkeypatch: 
 
 
 @pytest.mark.parametrize(("free", "sent"), [(901, False), (900, True)])
-def test_small_data_stay_on_the_accelerator(free: int, sent: bool, gpu: StandIn) -> None:
+def test_small_data_stay_on_the_accelerator(free: int, sent: bool, gpu: SimpleNamespace) -> None:
     """Data took up to half of what was free before the model came, and as much again for the test."""
     gpu.free = free
     loader = make_loader(pixels(10), backend(), LoaderPlan(4))

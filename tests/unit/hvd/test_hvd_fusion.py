@@ -10,6 +10,7 @@ import torch
 
 from hvd_trainer.hvd.common import wire
 from hvd_trainer.hvd.common.executor import Executor
+from hvd_trainer.hvd.common.launch_order import LaunchOrder
 from hvd_trainer.hvd.common.matching import Matcher
 from hvd_trainer.hvd.common.request import Kind, Op, Signature
 
@@ -37,7 +38,7 @@ def exchanged(monkeypatch: pytest.MonkeyPatch, indices: list[tuple[int, int]], *
         ]
         wire.read(member, wire.write(requests, 0), matcher)
     together: list[list[str]] = []
-    executor = Executor(None, [0, 1], 128 << 20)  # type: ignore[arg-type]  nothing is sent
+    executor = Executor(None, [0, 1], 128 << 20, LaunchOrder([0]))  # type: ignore[arg-type]  nothing is sent
     for name in ("_all_reduce", "_start_bucket"):
         monkeypatch.setattr(
             executor, name, lambda responses, device: together.append([one.key[0] for one in responses])

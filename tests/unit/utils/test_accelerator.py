@@ -24,7 +24,7 @@ from hvd_trainer.hvd.common.basics import Runtime
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous import ranks
 from hvd_trainer.rendezvous.ranks import RankInfo
-from hvd_trainer.utils import accelerator, rng
+from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.threads import start_thread
 
 GPU = torch.device("cuda", 0)
@@ -37,13 +37,6 @@ class Driver:
     def __init__(self, kind: str = "cuda", devices: int = 2) -> None:
         self.kind, self.devices = kind, devices
         self.calls: list[tuple[str, Any]] = []
-        self.default_generators = [SimpleNamespace(manual_seed=self._seeder(number)) for number in range(devices)]
-
-    def _seeder(self, number: int) -> Any:
-        return lambda seed: self.calls.append(("seed", (number, seed)))
-
-    def init(self) -> None:
-        pass
 
     def is_initialized(self) -> bool:
         return True
@@ -141,13 +134,6 @@ def test_unsupported_accelerator_is_named_and_not_used(monkeypatch: pytest.Monke
     assert accelerator.kind() is None
     assert accelerator.unsupported() == "mps"
     assert choose_devices(World())[0].type == "cpu"
-
-
-def test_seed_all_seeds_one_gpu_only(driver: Driver) -> None:
-    """`torch.cuda.manual_seed` seeds the current GPU: blocks on cuda:1 once seeded cuda:0, so that dropout there
-    depended on where the blocks were."""
-    rng.seed_all(7, torch.device("cuda", 1))
-    assert driver.calls == [("seed", (1, 7))]
 
 
 # Who shares a GPU.
@@ -317,14 +303,6 @@ def test_horovod_nccl_abort_is_set_in_elastic_mode_only() -> None:
     assert "HOROVOD_NCCL_ABORT" not in backend._tuning()
     backend.session.driver = SimpleNamespace()
     assert backend._tuning()["HOROVOD_NCCL_ABORT"] == "1"
-
-
-def test_keep_alive_excludes_gpu_tensors() -> None:
-    """The tensors of the last four exchanges were kept: three times the gradients under `--reproducible`."""
-    backend: Any = create(EngineOptions(backend="single"), {})
-    on_host, on_device = torch.zeros(2), torch.zeros(2, device="meta")
-    backend.collectives._keep_alive(on_host, on_device)
-    assert [tensor.device.type for tensor in backend.collectives._kept_alive[-1]] == ["cpu"]
 
 
 # What PyTorch must have.
