@@ -345,7 +345,8 @@ def results_are_waited_for(engine: str) -> tuple[int, None]:
         whole: Any = dist.group.WORLD
         alone: Any = backend.group_of([[number] for number in range(size)])
         for group, device in itertools.product((whole, alone), (torch.device("cpu"), gpu)):
-            part = group._get_backend(device)
+            part = group._get_backend(device)  # both: objects do not pass through the memory of a GPU
+            assert group.bound_device_id == gpu
             # The monitor finds who does not come to an exchange on a device.
             lasts = device.type != "cpu" and hasattr(part, "set_timeout")
             expected, limit = process_group.NO_TIMEOUT if lasts else timedelta(seconds=77), part.options._timeout

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from hvd_trainer.backends import EngineOptions, create, process_group
+from hvd_trainer.backends import EngineOptions, create
 from hvd_trainer.backends.devices import choose_devices
 from hvd_trainer.backends.engine import Engine
 from hvd_trainer.backends.session import Session
@@ -223,39 +222,6 @@ def test_ranks_of_several_gpus_are_refused_on_nccl() -> None:
     backend.session.world = World(1, 2, 1, 2, 0, 1, "torchrun")
     with pytest.raises(BackendError, match="--devices-per-rank 2 is for one rank on NCCL.* Type --transport gloo"):
         backend._check_transport()
-
-
-@pytest.mark.parametrize(
-    ("device", "transport", "groups", "eager"),
-    [
-        ("cpu", "gloo", "gloo", False),
-        ("cuda", "nccl", "cpu:gloo,cuda:nccl", True),
-        ("cuda", "gloo", "gloo", False),
-        ("xpu", "xccl", "cpu:gloo,xpu:xccl", True),
-    ],
-)
-def test_process_group_uses_gloo_for_cpu_tensors(
-    device: str, transport: str, groups: str, eager: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under NCCL alone, objects went through the memory of every GPU: on a resume, a whole checkpoint did."""
-    asked: dict[str, Any] = {}
-
-    def init(backend: str, **more: Any) -> None:
-        asked.update(more, backend=backend)
-
-    monkeypatch.setattr(dist, "init_process_group", init)
-    monkeypatch.setattr(process_group, "_lift_limit", lambda *_: None)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    session: Any = SimpleNamespace(
-        device=torch.device(device, None if device == "cpu" else 0),
-        world=World(),
-        store=dist.HashStore(),
-        options=EngineOptions(),
-    )
-    process_group.start(session, transport)
-    assert asked["backend"] == groups
-    assert asked["device_id"] == (session.device if eager else None)
 
 
 @pytest.mark.parametrize(
