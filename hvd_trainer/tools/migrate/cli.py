@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
         check_installed()
     from hvd_trainer.tools.migrate.migration import Migrated, migrate
 
-    gc.disable()  # syntax trees stay until the end, and each collection would go through all of them: a fifth of the time
+    gc.disable()  # syntax trees stay until the end: to look through them for garbage takes a fifth of the time
     read = Files(options.files)
     migrated = [*migrate(read.texts), *(Migrated(path, text, text, left=[row]) for path, text, row in read.left)]
     changed = [file for file in migrated if file.before != file.after]
