@@ -97,7 +97,7 @@ def verify(trial: ResumedTrial, runner: TrialRunner, *, kills: int, draw: random
     ranks = f"{plural(trial.ranks, 'rank')} on {trial.engine}"
     print(
         f"one run of {ranks} without a kill, then {plural(kills + 1, 'start')} with {plural(kills, 'kill')}: "
-        f"about 2.5 times as long as one run in all, and {kills} more times its start; in seconds after the first",
+        f"about 2.5 times as long as one run, and {plural(kills, 'start')} more. The seconds are told after the first run",
         flush=True,
     )
     began = time.monotonic()
@@ -156,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
             remove_inner(place)  # of an earlier command
         try:
             report = verify(trial, runner, kills=options.kills, draw=random.Random(options.seed)).report(ran)
-            report.show()
+            report.show(runner.warnings)
             report.write(folder, "resume")
             return int(report.has_failed)
         finally:
