@@ -97,7 +97,7 @@ def verify(trial: ResumedTrial, runner: TrialRunner, *, kills: int, draw: random
     ranks = f"{plural(trial.ranks, 'rank')} on {trial.engine}"
     print(
         f"one run of {ranks} without a kill, then {plural(kills + 1, 'start')} with {plural(kills, 'kill')}: "
-        f"about 2.5 times as long as one run, and {plural(kills, 'start')} more. The seconds are told after the first run",
+        f"about 2.5 times as long as one run, and {plural(kills, 'start')} more. The first run tells the seconds",
         flush=True,
     )
     began = time.monotonic()
