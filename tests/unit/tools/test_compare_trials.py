@@ -18,7 +18,7 @@ from hvd_trainer.measure.equal_work import differences, refuse_unequal
 from hvd_trainer.measure.measured import MeasuredTrial
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.start import Start
-from hvd_trainer.measure.trials import RunRecord
+from hvd_trainer.measure.trials import RunRecord, TrialRunner
 from hvd_trainer.tools.compare import cli
 from hvd_trainer.tools.compare.options import CompareOptions
 from hvd_trainer.tools.compare.plan import CompareTrial, read_axes
@@ -121,7 +121,7 @@ def test_measure_repeats_killed_runs_but_not_failed_ones(monkeypatch: pytest.Mon
 
     def measure(**options: Any) -> list[int]:
         started.clear()
-        cli.measure(trials, tmp_path, CompareOptions(**options))
+        cli.measure(trials, TrialRunner(tmp_path), CompareOptions(**options))
         return started
 
     monkeypatch.setattr("hvd_trainer.measure.trials.run_to_end", start_nothing)
@@ -145,13 +145,13 @@ def test_only_work_with_the_same_values_of_options_is_compared(
     runs = {trial.key: run_of(trial, batch=2 * int(trial.values["batch_size"])) for trial in trials}
     monkeypatch.setattr("hvd_trainer.measure.trials.run_to_end", lambda *_, **__: 0)
     monkeypatch.setattr(CompareTrial, "read", lambda trial, _: runs[trial.key].figures)
-    cli.measure(trials, tmp_path, CompareOptions(rounds=1))
+    cli.measure(trials, TrialRunner(tmp_path), CompareOptions(rounds=1))
     runs[trials[-1].key] = run_of(trials[-1], batch=63)
     for _ in range(2):  # also if both were measured before
         with pytest.raises(
             OptionError, match="horovod on 2 and ddp on 2 ranks .*\n  global batch: 64 and 63\nMake"
         ):
-            cli.measure(trials, tmp_path, CompareOptions(rounds=2))
+            cli.measure(trials, TrialRunner(tmp_path), CompareOptions(rounds=2))
 
 
 def test_compare_without_training_says_that_it_failed(
