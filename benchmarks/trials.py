@@ -50,7 +50,7 @@ class BenchmarkTrial(MeasuredTrial):
             return None
         figures.pop("samples_per_s", None)  # of what comes out of its loader, if it has one
         if job.max_steps is None:
-            seconds = figures["step_s"] * figures["counted_steps"]
+            seconds = figures["step_s"] * (figures["work"]["steps"] - self.warmup_steps)
             figures["samples_per_s"] = self.ranks * job.timed_samples(self.ranks) / seconds
         return figures
 
