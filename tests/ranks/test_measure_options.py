@@ -114,6 +114,7 @@ def test_steps_of_every_rank_are_recorded(tmp_path: Path, backend: str) -> None:
     figures = read_figures(tmp_path, 2, 0)
     assert figures is not None
     assert figures["work"]["on_trainer"]
+    assert (figures["work"]["samples"], figures["work"]["global_batch_size"]) == (2 * 1438, 256)
     assert figures["val_accuracy"] == records(tmp_path / "own")[-1]["val_accuracy"]
 
 
