@@ -61,6 +61,8 @@ DIGITS = [
     "hvd_trainer.mnist",
     "--dataset",
     "digits",
+    "--repeat",
+    "1",
     "--epochs",
     "3",
     "--batch-size",
