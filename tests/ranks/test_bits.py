@@ -178,13 +178,13 @@ def test_reproducible_bits_do_not_depend_on_interruption(
 def sums(backend_name: str) -> list[bool]:
     """Return whether sums over ranks are those of the tree, for tensors gathered whole and in slices."""
     with backends.create(EngineOptions(backend=backend_name)) as backend:  # type: ignore[arg-type]
-        found = []
+        are_equal = []
         for length in (1, 7, 300_001):
             generator = torch.Generator().manual_seed(length)
             everyone = list(torch.randn(backend.world.size, length, generator=generator))
             own = backend.collectives.tree_sum(everyone[backend.world.rank].clone())
-            found.append(own.equal(pairwise_sum(everyone)))
-        return found
+            are_equal.append(own.equal(pairwise_sum(everyone)))
+        return are_equal
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])

@@ -177,9 +177,9 @@ def _migrate_all(
         prefix = f"hvd.{folder.whole}"
         rows = [row for row in rows if not folder.whole or row[1].startswith(prefix)]
         lines = {row[0] for row in rows} | {source.line(node) for node in rewriter.left if folder.whole}
-        others = [(result.before_line(at), what, how) for at, what, how in tokens_of(result.after, defined)]
+        named = [(result.before_line(at), what, how) for at, what, how in tokens_of(result.after, defined)]
         is_used = any(row[1].startswith("horovod.") for row in rows)  # by more than its import
-        rows += [row for row in others if row[0] not in lines and not (is_used and row[1] == "horovod")]
+        rows += [row for row in named if row[0] not in lines and not (is_used and row[1] == "horovod")]
         result.left = sorted({*rows})
         results.append(result)
     return results

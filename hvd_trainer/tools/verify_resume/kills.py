@@ -32,7 +32,7 @@ END_S, AFTER_KILL_S, SETTLE_S, POLL_S, SAVE_S = 3600.0, 180.0, 45.0, 0.005, 20.0
 
 
 class Killed(NamedTuple):
-    """What followed a start that was killed."""
+    """A start that was killed: by which process, when, and which processes it left behind."""
 
     victim: str
     steps: int

@@ -28,7 +28,7 @@ COLUMNS = ("start", "steps, at least", "s to its first step", "end", "left")
 
 @dataclass(frozen=True)
 class Campaign:
-    """What the undisturbed run and the killed one have shown."""
+    """Results of a run without kills, and of the same job with kills."""
 
     kills: Sequence[Killed]
     ranks: int
@@ -48,7 +48,7 @@ class Campaign:
 
     @property
     def tried(self) -> str:
-        """What was tried, in words."""
+        """The number of kills, and of those inside a save, for the verdict."""
         in_saves = sum(bool(killed.saving) for killed in self.kills)
         return f"{plural(len(self.kills), 'kill')} at random moments, {in_saves or 'none'} of them inside a save"
 
