@@ -129,7 +129,7 @@ def agree(
     sparse: Mapping[Tensor, int],
     names: Mapping[Tensor, str],
     reduction: Reduction,
-) -> tuple[GradientBuckets | None, dict[Tensor, int]]:
+) -> tuple[GradientBuckets | None, dict[Tensor, int], int]:
     """Agree with the other members of a process set on which gradients are sparse, and on buckets for the others.
 
     A collective.
@@ -141,8 +141,8 @@ def agree(
         names: of all parameters of the optimizer.
 
     Returns:
-        The buckets, those of the first member, or None if ranks have different gradients; and in how many
-        dimensions each gradient is sparse that is so on some rank.
+        The buckets, those of the first member, or None if ranks have different gradients; in how many dimensions
+        each gradient is sparse that is so on some rank; and this agreement's number, the same on all members.
 
     Raises:
         HorovodInternalError: operations have ended.
@@ -163,7 +163,7 @@ def agree(
     number, layout, agreed = controller.run(Request(signature, action=partial(_agreed, controller)))
     agreed_sparse = {parameters[name]: dims for name, dims in agreed.items()}
     if layout is None:
-        return None, agreed_sparse
+        return None, agreed_sparse, number
     buckets = [
         Bucket.of([parameters[gradient.name] for gradient in bucket], i, DTYPES[bucket[0].dtype])
         for i, bucket in enumerate(layout)
@@ -174,7 +174,7 @@ def agree(
     reduced = GradientBuckets(
         buckets, exchange, factor_before=reduction.factor_before, factor_after=reduction.factor_after
     )
-    return reduced, agreed_sparse
+    return reduced, agreed_sparse, number
 
 
 def _agreed(

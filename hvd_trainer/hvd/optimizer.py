@@ -17,16 +17,16 @@ from torch.optim import Optimizer
 
 from hvd_trainer.backends.backward_passes import BackwardPasses, WatchedGradient
 from hvd_trainer.backends.buckets import Bucket, GradientBuckets
-from hvd_trainer.backends.sparse_gradients import as_sparse, sparse_dims
-from hvd_trainer.hvd.collective import controller_of
+from hvd_trainer.backends.sparse_gradients import as_sparse, sparse_dims, start_sum
+from hvd_trainer.hvd.collective import Collective, controller_of
 from hvd_trainer.hvd.common import basics
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.process_sets import ProcessSet, global_process_set
-from hvd_trainer.hvd.common.request import REDUCIBLE, Op
+from hvd_trainer.hvd.common.request import REDUCIBLE, Kind, Op
 from hvd_trainer.hvd.common.util import split_list
 from hvd_trainer.hvd.compression import Compression, Compressor
 from hvd_trainer.hvd.gradient_buckets import Reduction, agree
-from hvd_trainer.hvd.mpi_ops import allreduce_async_, sparse_allreduce_async, synchronize
+from hvd_trainer.hvd.mpi_ops import allreduce_async_, synchronize
 from hvd_trainer.utils.tensors import parameters_of
 
 NOT_TUPLES = "named_parameters must be a sequence of tuples (name, parameter), such as model.named_parameters()."
@@ -188,6 +188,8 @@ class _GradientReducer(_BackwardPasses):
         self._buckets: GradientBuckets | None = None
         self._sparse: dict[Tensor, int] = {}
         """in how many dimensions gradients are sparse on some rank"""
+        self._number = 0
+        """of the last agreement, by which ranks tell apart gradients of several optimizers that have one name"""
         self._is_in_step = False
         self._lock = threading.Lock()
 
@@ -263,7 +265,7 @@ class _GradientReducer(_BackwardPasses):
             compression=self.compression,
         )
         names = {parameter: self.names[parameter] for parameter in parameters}
-        self._buckets, self._sparse = agree(
+        self._buckets, self._sparse, self._number = agree(
             self.process_set, controller, self._grouped(dense), self._sparse, names, reduction
         )
         for bucket in [] if self._buckets is None else self._buckets.buckets:
@@ -287,7 +289,8 @@ class _GradientReducer(_BackwardPasses):
         name, dims = self.names[parameter], self._sparse.get(parameter)
         if dims is not None:
             sparse = as_sparse(parameter.grad, parameter, dims)
-            wait = sparse_allreduce_async(sparse, name, self.op, self.process_set)
+            divisor = (self.process_set.size() or 1) if self.op == Op.AVERAGE else 1
+            wait = start_sum(sparse, name, self._gather, divisor)
             self._started[parameter] = lambda: setattr(parameter, "grad", wait())
             return
         if parameter.grad is None:
@@ -295,17 +298,22 @@ class _GradientReducer(_BackwardPasses):
         grad = parameter.grad
         dense = grad.to_dense() if grad.is_sparse else grad
         wire, context = self.compression.compress(dense.contiguous())
-        handle = allreduce_async_(
-            wire,
-            name=name,
+        operation = Collective(
+            Kind.ALLREDUCE,
+            [wire],
+            name,
+            self.process_set,
+            number=self._number,
             op=self.op,
-            prescale_factor=1.0 / self.predivide,
-            postscale_factor=self.predivide,
-            process_set=self.process_set,
-        )
+            prescale=1.0 / self.predivide,
+            postscale=self.predivide,
+        ).submit(in_place=True)
         self._started[parameter] = lambda: _store(
-            parameter, self.compression.decompress(synchronize(handle), context)
+            parameter, self.compression.decompress(operation.result(), context)
         )
+
+    def _gather(self, rows: Tensor, name: str) -> Callable[[], Tensor]:
+        return Collective(Kind.ALLGATHER, [rows], name, self.process_set, number=self._number).submit().result
 
 
 def _store(parameter: Tensor, reduced: Tensor) -> None:

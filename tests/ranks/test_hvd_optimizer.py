@@ -294,29 +294,25 @@ def check_unnamed_optimizers_in_turn() -> None:
 
 
 def check_models_of_the_same_names_at_once() -> None:
-    """Generator and discriminator. Gradients that go by name need different ones, and the error says how."""
-    models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    """Generator and discriminator, whose gradients are finished in another order on each rank."""
 
-    class Own(hvd.Compression.none):  # type: ignore[name-defined,misc]
+    class Own(hvd.Compression.none):  # type: ignore[name-defined,misc]  # each gradient travels by its name
         pass
 
-    for compression in (hvd.Compression.none, Own):
+    for compression, is_sparse in ((hvd.Compression.none, False), (Own, False), (hvd.Compression.none, True)):
+        models = [nn.Embedding(1, 2, sparse=is_sparse) for _ in range(2)]
         optimizers = [
             hvd.DistributedOptimizer(
                 torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression=compression
             )
             for model in models
         ]
-        for step in range(2 if compression is Own else 3):
-            loss = sum(model(torch.full((1, 2), hvd.rank() + 1.0)).sum() for model in models)
-            if compression is Own and step:  # in the first, they go one model after the other
-                with pytest.raises(ValueError, match=r"named_parameters\(prefix='generator'\)"):
-                    loss.backward()
-                continue
-            loss.backward()
-            for model, optimizer in zip(models, optimizers, strict=True):
+        for _ in range(3):
+            for factor, model in sorted(enumerate(models, 1), reverse=hvd.rank() > 0):
+                (model(torch.tensor([0])) * factor * (hvd.rank() + 1.0)).sum().backward()
+            for factor, (model, optimizer) in enumerate(zip(models, optimizers, strict=True), 1):
                 optimizer.step()
-                assert model.weight.grad.tolist() == [[1.5, 1.5]]
+                assert model.weight.grad.to_dense().tolist() == [[1.5 * factor] * 2]
                 optimizer.zero_grad()
 
 

@@ -40,9 +40,7 @@ from hvd_trainer.utils.threads import start_thread
 logger = logging.getLogger(__name__)
 
 DUPLICATE_NAME = (
-    "An operation with the name {name} is under way on this rank already. Wait for it first, or use another name. "
-    "Of two models that have optimizers at once, name the parameters differently: "
-    "hvd.DistributedOptimizer(optimizer, model.named_parameters(prefix='generator'))."
+    "An operation with the name {name} is under way on this rank already. Wait for it first, or use another name."
 )
 SHUT_DOWN = (
     "Horovod has been shut down: {who} called hvd.shutdown() or came to its end, while this rank asked for an "
