@@ -60,7 +60,7 @@ def test_others_go_on_from_the_last_commit_when_a_rank_is_killed_in_an_allreduce
 ) -> None:
     argv = [*ENGINES[engine], str(folder), "0.01", str(KILLED_AT)]
     with elastic(argv, tmp_path, here=2, there=1) as (job, _):
-        assert job.wait(60).returncode == 0, job.report("did not go on")
+        assert job.wait().returncode == 0, job.report("did not go on")
         if engine == "ddp":
             (report,) = REPORT.findall(job.stderr)
             assert "ended without a word" in report
@@ -78,7 +78,7 @@ def test_rank_on_a_new_host_gets_the_state_and_its_part_of_the_epoch(
     with elastic([*ENGINES[engine], str(folder), "0.1"], tmp_path, here=2) as (job, cluster):
         job.wait_for_output("begins on 2 ranks", count=2)
         cluster.has(here=2, there=1)
-        assert job.wait(60).returncode == 0, job.report("did not go on")
+        assert job.wait().returncode == 0, job.report("did not go on")
     check_end(folder, 3)
     begins = sorted(events(folder, "begin"), key=len)
     assert [len(its) for its in begins] == [1, 2, 2]
@@ -94,7 +94,7 @@ def test_ranks_of_a_removed_host_leave_without_an_error(folder: Path, tmp_path: 
     with elastic([*ENGINES["ddp"], str(folder), "0.1"], tmp_path, here=1, there=1) as (job, cluster):
         job.wait_for_output("begins on 2 ranks", count=2)
         cluster.has(there=1)
-        assert job.wait(60).returncode == 0, job.report("did not go on")
+        assert job.wait().returncode == 0, job.report("did not go on")
         assert not REPORT.findall(job.stderr)
     check_end(folder, 1)
 
@@ -123,8 +123,8 @@ def test_node_that_joins_torchrun_gets_the_last_commit(folder: Path, tmp_path: P
     with start("torchrun", 1, argv, options=options, env=env) as first:
         first.wait_for_output("has trained epoch 1")
         with start("torchrun", 1, argv, options=options, env=env) as second:
-            assert second.wait(60).returncode == 0, second.report("the second node")
-        assert first.wait(60).returncode == 0, first.report("the first node")
+            assert second.wait().returncode == 0, second.report("the second node")
+        assert first.wait().returncode == 0, first.report("the first node")
     check_end(folder, 2)
     (again,) = {tuple(its[0]) for its in events(folder, "begin") if its[0][0] == "2"}
     assert again != ("2", "0", "0")

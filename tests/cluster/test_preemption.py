@@ -46,7 +46,7 @@ def test_signal_on_one_rank_stops_all_and_resume_is_exact(
         # A scheduler signals the loader process, too, and before its rank.
         for process in [*rank.children(recursive=True), rank]:
             process.send_signal(number)
-        assert running.wait(20).returncode == code, running.report("ended otherwise")
+        assert running.wait().returncode == code, running.report("ended otherwise")
         running.check_nothing_left()
         assert running.stderr.count("stopped by a signal after step") == 1, running.stderr
         assert "Traceback" not in running.stderr, running.stderr
@@ -61,7 +61,7 @@ def test_signal_without_log_folder_kills() -> None:
     with start("python", 1, digits_job.argv("single", extra=JOB)) as running:
         running.wait_for_output("epoch 1/")
         running.ranks(1)[0].terminate()
-        assert running.wait(10).returncode == -signal.SIGTERM
+        assert running.wait().returncode == -signal.SIGTERM
 
 
 def test_listen_for_signals_restores_handlers() -> None:
@@ -71,7 +71,7 @@ def test_listen_for_signals_restores_handlers() -> None:
         with listen_for_signals(numbers.append, Activity(60)) as request:
             for _ in range(2):  # by a scheduler, and by a launcher again
                 os.kill(os.getpid(), signal.SIGUSR1)
-            wait_for(numbers.copy, 5)
+            wait_for(numbers.copy)
             request.granted = True
         assert numbers == [signal.SIGUSR1]
         numbers.clear()
@@ -86,7 +86,7 @@ def test_signal_that_was_not_granted_is_sent_again() -> None:
     try:
         with listen_for_signals(numbers.append, Activity(60)):
             os.kill(os.getpid(), signal.SIGUSR1)
-            wait_for(numbers.copy, 5)
+            wait_for(numbers.copy)
         assert got == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -107,7 +107,7 @@ def test_signal_to_forked_process_is_no_stop_request() -> None:
         assert os.waitpid(child, 0)[1] == signal.SIGTERM
         # Signals are handled in order: after this one, no earlier one is pending.
         os.kill(os.getpid(), signal.SIGUSR1)
-        wait_for(numbers.copy, 5)
+        wait_for(numbers.copy)
         request.granted = True
         assert numbers == [signal.SIGUSR1]
     os.close(forked)

@@ -177,9 +177,9 @@ def test_compare_crosses_engines_and_options(tmp_path: Path) -> None:
 
 def test_compare_ends_the_running_job_on_ctrl_c(tmp_path: Path) -> None:
     with start("python", 1, command(tmp_path, "--np", "2", "--backend", "ddp")) as job:
-        wait_for(lambda: any("torch.distributed.run" in its.cmdline() for its in job.processes()), 60)
+        wait_for(lambda: any("torch.distributed.run" in its.cmdline() for its in job.processes()))
         job.popen.send_signal(signal.SIGINT)
-        result = job.wait(60)
+        result = job.wait()
         job.check_nothing_left()
     assert result.returncode == 130
     assert result.stderr.splitlines()[-2:] == [

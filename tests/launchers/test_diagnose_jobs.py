@@ -309,7 +309,7 @@ def test_ctrl_c_ends_with_a_verdict(tmp_path: Path) -> None:
         while not list((tmp_path / "out").glob("running/log/stacks/*1.json")) and time.monotonic() < deadline:
             time.sleep(0.05)
         diagnosis.popen.send_signal(signal.SIGINT)
-        result = diagnosis.wait(30)
+        result = diagnosis.wait()
     assert result.returncode == 130, result.stderr
     found = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
     assert "interrupted: what is told is from the runs until then" in found["warnings"]

@@ -30,7 +30,7 @@ def test_ctrl_c_ends_all_ranks(launcher: str, backend: str) -> None:
         job.wait_for_output("epoch 2/")
         # srun only prints its state at the first Ctrl-C, and ends at a second one within a second.
         job.press_ctrl_c(times=2 if launcher == "srun" else 1)
-        assert job.wait(20).returncode != 0
+        assert job.wait().returncode != 0
         job.check_nothing_left()
         assert OWN_FRAME not in job.stderr, job.report("a rank printed a traceback")
 
@@ -40,7 +40,7 @@ def test_ctrl_c_ends_single_process() -> None:
     with start("python", 1, digits_job.argv("horovod", extra=LONG)) as job:
         job.wait_for_output("epoch 2/")
         job.press_ctrl_c()
-        assert job.wait(20).returncode == 130
+        assert job.wait().returncode == 130
         assert "error: interrupted" in job.stderr
         assert "Traceback" not in job.stderr
 
@@ -89,7 +89,7 @@ def test_run_ends_ranks_when_notebook_is_interrupted(tmp_path: Path) -> None:
     with start("python", 1, [str(tmp_path / "session.py")], env={"PYTHONPATH": path}) as job:
         job.wait_for_output("started", count=2)
         os.kill(job.popen.pid, signal.SIGINT)
-        job.wait(20)
+        job.wait()
         job.check_nothing_left()
         assert job.stderr.count("Traceback") == 1
 

@@ -243,8 +243,8 @@ def test_killed_installer_leaves_nothing_behind(
         "--force", "--gpu", "none", "--wheel-dir", str(tmp_path),
         **(NO_NETWORK | {"PIP_INDEX_URL": stalled_index}),
     )  # fmt: skip
-    wait_for(lambda: list(tmp_path.glob(".build-*/tmp")), 60)
-    children = wait_for(lambda: psutil.Process(process.pid).children(recursive=True), 60)
+    wait_for(lambda: list(tmp_path.glob(".build-*/tmp")))
+    children = wait_for(lambda: psutil.Process(process.pid).children(recursive=True))
     process.send_signal(number)
     process.communicate(timeout=60)
     if number == signal.SIGKILL:
@@ -293,7 +293,7 @@ def test_second_installer_waits_for_the_first(tmp_path: Path, capsys: pytest.Cap
         with lock_wheels(tmp_path) as waited:
             assert not waited
             waiting = thread.submit(second)
-            wait_for(lambda: "waiting for another installer" in capsys.readouterr().out, 10)
+            wait_for(lambda: "waiting for another installer" in capsys.readouterr().out)
             assert not waiting.done()
         assert waiting.result(10)
 

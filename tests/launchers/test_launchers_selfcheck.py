@@ -15,7 +15,6 @@ import environments
 import process_tree
 import psutil
 import pytest
-import warm
 from child_environment import child_environment
 from combinations import each_launcher
 from launchers import (
@@ -226,11 +225,11 @@ def test_warm_ranks_server_ends_with_those_it_serves(tmp_path: Path) -> None:
     environ = child_environment(os.environ, {}, mark=mark, folder=tmp_path)
     with subprocess.Popen(["sh", "-c", command], env=environ, start_new_session=True) as starter:
         try:
-            wait_for(lambda: address.exists() or starter.poll() is not None, warm.START_S)
+            wait_for(lambda: address.exists() or starter.poll() is not None)
             (server,) = psutil.Process(starter.pid).children()
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(str(address))
-            launched = wait_for(server.children, 10)
+            launched = wait_for(server.children)
             assert not process_tree.wait_for_end(launched, limit_s=10)
         finally:
             starter.kill()
@@ -258,7 +257,7 @@ def test_served_process_is_what_its_stand_in_would_be(ended_by: signal.Signals, 
         assert job.stdout == f"True {rank.pid} yes ['--option']\n"
         assert rank.pid != job.popen.pid
         job.popen.send_signal(ended_by)
-        assert job.wait(30).returncode == code
+        assert job.wait().returncode == code
     assert not process_tree.wait_for_end([rank], limit_s=5)
 
 

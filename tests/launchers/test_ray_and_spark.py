@@ -90,10 +90,10 @@ def test_killed_executor_of_spark_ends_the_job_with_its_ranks_name(engine: str, 
     argv = [str(SUPPORT / "spark_job.py"), "local-cluster[3,1,1024]", "3", "file", str(tmp_path), engine, "1.0"]
     with start("python", 1, argv, env=VARIABLES, cwd=tmp_path) as job:
         file = tmp_path / "rank-2.pid"
-        rank = psutil.Process(int(wait_for(lambda: file.exists() and file.read_text(), 300)))
+        rank = psutil.Process(int(wait_for(lambda: file.exists() and file.read_text())))
         executor = next(parent for parent in rank.parents() if parent.name() == "java")
         executor.kill()
-        result = job.wait(200)
+        result = job.wait()
     assert result.returncode != 0
     assert "barrier task ResultTask(0, 2) finished unsuccessfully" in result.stderr, "Spark's name of rank 2"
     # Spark may end the other ranks before one has printed its report.

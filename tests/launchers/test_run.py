@@ -791,7 +791,7 @@ def test_sigterm_ends_all_ranks(script: Path) -> None:
     with start("python", 1, argv) as job:
         job.wait_for_output("sum 3", count=2)
         job.popen.send_signal(signal.SIGTERM)
-        assert job.wait(30).returncode == 128 + signal.SIGTERM
+        assert job.wait().returncode == 128 + signal.SIGTERM
 
 
 STARTS_OTHERS = """
@@ -818,9 +818,9 @@ def test_only_daemons_outlive_the_command(ending: str, tmp_path: Path) -> None:
             guard.kill()
         elif ending != "end":
             job.popen.send_signal(signal.Signals[ending])
-        job.wait(60)
+        job.wait()
         daemons = ["sleep 6004"] * (0 if ending == "guard" else 2)
-        wait_for(lambda: len(job.processes()) <= len(daemons), 20, lambda: process_tree.describe(job.processes()))
+        wait_for(lambda: len(job.processes()) <= len(daemons), lambda: process_tree.describe(job.processes()))
         left = job.processes()
         assert [" ".join(process.cmdline()) for process in left] == daemons
         process_tree.kill(left)

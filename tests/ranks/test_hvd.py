@@ -22,6 +22,7 @@ from hvd_elastic_checks import CHECKS as ELASTIC_CHECKS
 from launchers import QUICKEST, in_ranks, launch, run_ranks
 from peak_memory import PeakMemory
 from torch import nn
+from waiting import wait_for
 
 from hvd_trainer import hvd
 from hvd_trainer.hvd.common import mesh, transport
@@ -366,35 +367,32 @@ def process_sets_work_by_themselves_and_at_once() -> None:
         hvd.add_process_set([*ranks()])
     if size == 1:
         return
-    even, odd = hvd.add_process_set([*range(0, size, 2)]), None
-    if size > 1:
-        odd = hvd.add_process_set(range(1, size, 2))
-        mine, other = (even, odd) if me % 2 == 0 else (odd, even)
-        assert mine.included()
-        assert not other.included()
-        assert mine.rank() == me // 2
-        total = hvd.allreduce(torch.tensor([float(me)]), op=hvd.Sum, process_set=mine, name="same name")
-        assert total.item() == sum(mine.ranks or ())
-        assert (
-            hvd.broadcast(torch.tensor([me]), (mine.ranks or [0])[-1], process_set=mine).item() == mine.ranks[-1]
-        )
-        assert hvd.allgather(torch.tensor([me]), process_set=mine).tolist() == mine.ranks
-        with pytest.raises(ValueError, match="not a member"):
-            hvd.allreduce(torch.ones(1), process_set=other)
-        with pytest.raises(NotImplementedError, match="Adasum"):
-            hvd.allreduce(torch.ones(1), op=hvd.Adasum, process_set=mine)
-        # One set waits, and the other does not wait for it.
-        began = time.monotonic()
+    even = hvd.add_process_set([*range(0, size, 2)])
+    odd = hvd.add_process_set(range(1, size, 2))
+    mine, other = (even, odd) if me % 2 == 0 else (odd, even)
+    assert mine.included()
+    assert not other.included()
+    assert mine.rank() == me // 2
+    total = hvd.allreduce(torch.tensor([float(me)]), op=hvd.Sum, process_set=mine, name="same name")
+    assert total.item() == sum(mine.ranks or ())
+    assert hvd.broadcast(torch.tensor([me]), (mine.ranks or [0])[-1], process_set=mine).item() == mine.ranks[-1]
+    assert hvd.allgather(torch.tensor([me]), process_set=mine).tolist() == mine.ranks
+    with pytest.raises(ValueError, match="not a member"):
+        hvd.allreduce(torch.ones(1), process_set=other)
+    with pytest.raises(NotImplementedError, match="Adasum"):
+        hvd.allreduce(torch.ones(1), op=hvd.Adasum, process_set=mine)
+    # One set waits until the other has met, which does not wait for it.
+    with tempfile.TemporaryDirectory() as folder:
+        met = Path(hvd.broadcast_object(folder)) / "met"
         if me == 0:
-            time.sleep(0.5)
+            wait_for(met.exists)
         hvd.barrier(mine)
         if mine is odd:
-            assert time.monotonic() - began < 0.4
-    hvd.barrier()
+            met.touch()
+        hvd.barrier()
     for process_set in (even, odd):
-        if process_set is not None:
-            assert hvd.remove_process_set(process_set)
-            assert process_set.process_set_id is None
+        assert hvd.remove_process_set(process_set)
+        assert process_set.process_set_id is None
     assert not hvd.remove_process_set(even)
     assert not hvd.remove_process_set(hvd.global_process_set)
 

@@ -338,7 +338,7 @@ def check_gradients_of_a_rank_that_does_not_step_yet() -> None:
             optimizer.zero_grad()
             backward(model)
             if hvd.rank() == 0:
-                wait_for(done.exists, 10.0)
+                wait_for(done.exists)
                 optimizer.step()
                 done.unlink()
             else:

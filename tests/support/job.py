@@ -15,6 +15,7 @@ from pathlib import Path
 import process_tree
 import psutil
 import warm_client
+from waiting import PATIENCE_S
 
 REPORT = re.compile(r"^(?:\[\d\]<stderr>:)?(failure: rank .*)$", re.MULTILINE)
 """The first line of a failure report."""
@@ -101,15 +102,15 @@ class Job:
         """Return everything alive that this launch started, the launcher included."""
         return process_tree.with_descendants(process_tree.marked(self._mark))
 
-    def ranks(self, count: int, *, limit_s: float = 30.0) -> list[psutil.Process]:
+    def ranks(self, count: int) -> list[psutil.Process]:
         """Wait for ``count`` ranks; return their Python processes, ordered by pid (not by rank).
 
         psutil's waiting takes the exit code of plain ``python`` away from :meth:`wait`.
 
         Raises:
-            LaunchTimeoutError: fewer than that after ``limit_s`` seconds.
+            LaunchTimeoutError: fewer than that after `PATIENCE_S`.
         """
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + PATIENCE_S
         while len(found := self._ranks()) < count:
             if time.monotonic() > deadline:
                 raise LaunchTimeoutError(self.report(f"{len(found)} of {count} ranks came up"))
@@ -136,14 +137,14 @@ class Job:
             arguments = arguments[1:]
         return Path(program).name.startswith("python") and arguments == self._argv
 
-    def wait_for_output(self, text: str, *, count: int = 1, limit_s: float = 120.0) -> None:
+    def wait_for_output(self, text: str, *, count: int = 1) -> None:
         """Wait until ``text`` was printed ``count`` times, so that a test knows where the ranks are.
 
         Raises:
             LaunchTimeoutError: not printed in time.
             LaunchError: the launcher ended without printing it.
         """
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             ended = self.popen.poll() is not None
             if self.stdout.count(text) >= count:
@@ -151,7 +152,7 @@ class Job:
             if ended:
                 raise LaunchError(self.report(f"ended without printing {text!r} {count} times"))
             if time.monotonic() > deadline:
-                raise LaunchTimeoutError(self.report(f"no {text!r} {count} times in {limit_s:g} s"))
+                raise LaunchTimeoutError(self.report(f"no {text!r} {count} times in {PATIENCE_S:g} s"))
             time.sleep(0.05)
 
     def press_ctrl_c(self, *, times: int = 1) -> None:
@@ -164,7 +165,7 @@ class Job:
             time.sleep(0.3)
             os.killpg(self.popen.pid, signal.SIGINT)
 
-    def wait(self, timeout_s: float) -> Result:
+    def wait(self, timeout_s: float = PATIENCE_S) -> Result:
         """Wait for the launcher's end.
 
         Raises:

