@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from install_checks import installed_record
 from launchers import SUPPORT, requires
+from waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.long, requires("horovod")]
 STAND_IN, JOB = SUPPORT / "gpu_stand_in", SUPPORT / "gpu_failures_job.py"
@@ -59,7 +60,7 @@ def test_horovod_reports_gpu_failures(libraries: dict[str, Path], kernels: str, 
     }
     done = subprocess.run(
         [sys.executable, str(JOB), KERNELS[kernels], str(libraries["exchange"])],
-        env=environment, capture_output=True, text=True, timeout=120, check=False,
+        env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [answer] * 3 + [NO_LATE_QUERY]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from launchers import SUPPORT, requires
+from waiting import PATIENCE_S
 
 JOB = SUPPORT / "left_ranks_job.py"
 REPETITIONS = 5
@@ -15,5 +16,5 @@ REPETITIONS = 5
 def test_horovod_shuts_down_after_a_lost_rank() -> None:
     """With Horovod as published, of ten times a rank aborted in three, and all waited without end in four."""
     command = [sys.executable, str(JOB), str(REPETITIONS)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert ended.stdout.splitlines() == ["0 0 0"] * REPETITIONS, ended.stderr

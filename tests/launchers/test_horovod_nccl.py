@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from install_checks import put_nccl
 from launchers import requires
+from waiting import PATIENCE_S
 
 from hvd_trainer.horovod_build import toolchain
 from hvd_trainer.horovod_build.build_plan import BuildPlan
@@ -99,7 +100,7 @@ def test_horovod_links_all_libraries_of_its_symbols() -> None:
     """Horovod loads on a machine without a GPU only if it needs no library and no symbol of the driver."""
     if shutil.which("nm") is None or shutil.which("readelf") is None:
         pytest.skip("needs nm and readelf: apt-get install binutils")
-    maps = subprocess.check_output([sys.executable, "-c", LOAD], text=True, timeout=120)
+    maps = subprocess.check_output([sys.executable, "-c", LOAD], text=True, timeout=PATIENCE_S)
     loaded = {Path(path) for path in re.findall(r" (/\S+)$", maps, re.MULTILINE)}
     (horovod,) = (path for path in loaded if path.name.startswith("mpi_lib_v2"))
     named = re.findall(r"\(NEEDED\).*\[(.+)\]", subprocess.check_output(["readelf", "-d", horovod], text=True))

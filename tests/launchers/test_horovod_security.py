@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 from hvd_trainer.horovod_build import messages
 
@@ -106,7 +107,7 @@ def attack(source: Path, folder: Path) -> dict[str, object]:
         env=os.environ | {"PYTHONPATH": str(source)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

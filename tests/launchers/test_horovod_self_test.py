@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from install_checks import NO_NETWORK, ROOT, installed_record, record_of
 from launchers import requires
+from waiting import PATIENCE_S
 
 from hvd_trainer.horovod_build import self_test
 from hvd_trainer.horovod_build.build_plan import BuildPlan
@@ -84,7 +85,9 @@ def test_self_test_names_an_unknown_localhost_in_a_real_run(tmp_path: Path) -> N
         "from hvd_trainer.horovod_build import self_test\n"
         f"self_test._run_self_test('cpu', 2, Path({str(tmp_path / 'log')!r}), '--gloo')"
     )
-    done = subprocess.run([*hidden, code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [*hidden, code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert "the name localhost leads to no address" in done.stderr
     assert "Could not resolve hostname localhost" in (tmp_path / "log").read_text(encoding="utf-8")
 
@@ -110,7 +113,7 @@ def test_installer_replaces_an_untested_horovod(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "hvd_trainer", "install-horovod", *options],
             env={**os.environ, **NO_NETWORK, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-            capture_output=True, text=True, timeout=120, check=False,
+            capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
         assert said in done.stdout, done.stdout + done.stderr
         assert done.returncode == (0 if mark else 2)

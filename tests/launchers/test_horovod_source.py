@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from install_checks import NO_NETWORK, ROOT
 from launchers import requires
+from waiting import PATIENCE_S
 
 from hvd_trainer.horovod_build.build_steps import BuildSteps
 from hvd_trainer.horovod_build.errors import InstallError
@@ -91,7 +92,7 @@ def test_horovod_without_its_extension_is_not_usable(patched: Path) -> None:
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": f"{patched}{os.pathsep}{ROOT}"},
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert "no PyTorch extension" in out
 
@@ -121,7 +122,7 @@ def test_horovodrun_says_in_one_line_what_is_wrong(words: str, said: str, patche
     """It ended with exit code 0, or in a traceback."""
     command = [sys.executable, "-m", "horovod.runner.launch", *words.split()]
     environ = os.environ | {"PYTHONPATH": str(patched)}
-    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert result.returncode == 2
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 from install_checks import NO_NETWORK, ROOT, put_nccl, script, tool_folder
-from waiting import wait_for
+from waiting import PATIENCE_S, wait_for
 
 from hvd_trainer.horovod_build import facts, toolchain
 from hvd_trainer.horovod_build import installer as tool
@@ -70,7 +70,7 @@ def test_broken_torch_is_named(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("raise ImportError('libc10.so: no such file')")
     process = start_installer(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2, out + err
     words = r"error: .*none can be imported.*\n  found: .*libc10.so: no such file\n  type:  pip install torch .*\n"
     assert re.fullmatch(words, err)
@@ -246,7 +246,7 @@ def test_killed_installer_leaves_nothing_behind(
     wait_for(lambda: list(tmp_path.glob(".build-*/tmp")))
     children = wait_for(lambda: psutil.Process(process.pid).children(recursive=True))
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE_S)
     if number == signal.SIGKILL:
         for child in children:
             child.kill()

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from waiting import PATIENCE_S
 
 from hvd_trainer.measure.listener import End, Step
 from hvd_trainer.measure.measured import MeasuredTrial
@@ -105,7 +106,7 @@ def test_probe_records_steps_and_samples_of_a_script(tmp_path: Path, max_steps: 
     script.write_text(SCRIPT)
     probe = Message(log_dir=str(tmp_path / "log"), max_steps=max_steps)
     command = [sys.executable, "-m", "hvd_trainer", "run", "--", str(script)]
-    subprocess.run(command, env={**os.environ, **probe.variables()}, check=True, timeout=120)
+    subprocess.run(command, env={**os.environ, **probe.variables()}, check=True, timeout=PATIENCE_S)
     with np.load(tmp_path / "log" / "steps" / "rank-0.npz") as found:
         steps = 15 if max_steps is None else max_steps
         assert found["step"].tolist() == list(range(1, steps + 1))

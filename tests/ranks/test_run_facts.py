@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from combinations import case
 from launchers import SCRIPTS
+from waiting import PATIENCE_S
 
 from hvd_trainer.measure.message import SITE
 
@@ -32,7 +33,7 @@ def observe(words: list[str], ending: str, folder: Path, size: int = 1) -> tuple
         input="typed" if size == 1 else "",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         cwd=SCRIPTS,
         check=False,
     )

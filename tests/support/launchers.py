@@ -35,6 +35,7 @@ import warm
 from child_environment import child_environment
 from job import Job, LaunchError, LaunchTimeoutError, OrphanError, Result
 from requirements import HOROVODRUN, LAUNCHERS, QUICKEST, requires
+from waiting import PATIENCE_S
 
 __all__ = [
     "LAUNCHERS",
@@ -156,7 +157,7 @@ def launch(
     options: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
     cwd: str | os.PathLike[str] = REPOSITORY,
-    timeout_s: float = 240.0,
+    timeout_s: float = PATIENCE_S,
     check: bool = True,
 ) -> Result:
     """Run one command to its end; the other arguments are those of :func:`start`.
@@ -182,7 +183,7 @@ def run_ranks(
     kwargs: Mapping[str, Any] | None = None,
     options: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
-    timeout_s: float = 240.0,
+    timeout_s: float = PATIENCE_S,
 ) -> list[Any]:
     """Call ``function`` in every rank of a real launch; return the ranks' values in rank order.
 
@@ -218,7 +219,7 @@ def in_ranks(
     function: Callable[..., Any],
     *args: Any,
     env: Mapping[str, str | None] | None = None,
-    timeout_s: float = 240.0,
+    timeout_s: float = PATIENCE_S,
     **kwargs: Any,
 ) -> list[Any]:
     """Call a function in so many ranks by `QUICKEST`, which numbers them; return their values in rank order.

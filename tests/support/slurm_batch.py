@@ -15,6 +15,7 @@ import process_tree
 import psutil
 from child_environment import child_environment
 from slurm_cluster import SlurmCluster
+from waiting import PATIENCE_S
 
 _NOT_ENDED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 TOLD_S = 3.0
@@ -59,7 +60,7 @@ class Batch:
             for process in psutil.process_iter(["cmdline"])
         )
 
-    def wait_for(self, file: Path, text: str, timeout_s: float = 60.0) -> None:
+    def wait_for(self, file: Path, text: str, timeout_s: float = PATIENCE_S) -> None:
         """Wait until the job has written a text into a file.
 
         Raises:
@@ -71,7 +72,7 @@ class Batch:
                 raise TimeoutError(f"no {text} in {file} after {timeout_s:g} s; the job's output:\n{self.output}")
             time.sleep(0.05)
 
-    def wait(self, timeout_s: float = 240.0) -> BatchResult:
+    def wait(self, timeout_s: float = PATIENCE_S) -> BatchResult:
         """Wait for the end of all tasks.
 
         Raises:
@@ -149,7 +150,7 @@ def sbatch(
     arguments: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
-    timeout_s: float = 240.0,
+    timeout_s: float = PATIENCE_S,
 ) -> BatchResult:
     """Submit a batch script and wait for its end; the arguments are those of :func:`submitted`.
 

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import process_tree
+from waiting import PATIENCE_S
 
 NODES = ("node1", "node2", "node3")
 CPUS_PER_NODE = 8
@@ -208,7 +209,7 @@ class SlurmCluster:
         return "\n".join(parts)
 
     def client(
-        self, *command: str, check: bool = True, timeout_s: float = 30.0
+        self, *command: str, check: bool = True, timeout_s: float = PATIENCE_S
     ) -> subprocess.CompletedProcess[str]:
         """Run one of Slurm's short commands (squeue, scontrol ...) against this cluster."""
         return subprocess.run(

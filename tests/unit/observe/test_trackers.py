@@ -13,6 +13,7 @@ import pytest
 from launchers import REPOSITORY
 from torch import nn
 from trainings import fit, options_of, signs
+from waiting import PATIENCE_S
 
 from hvd_trainer import MLflowTracker, OptionError
 
@@ -27,7 +28,7 @@ def train(tracker: str, folder: Path, **variables: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"PYTHONPATH": str(REPOSITORY), **variables}.items():
             patch.setenv(name, value)
-        ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+        ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout + ran.stderr
 

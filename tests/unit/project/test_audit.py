@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from launchers import REPOSITORY
+from waiting import PATIENCE_S
 
 SCRIPT = REPOSITORY / ".ci/audit.py"
 
@@ -37,7 +38,7 @@ def audit(tmp_path: Path) -> Any:
             env=os.environ | {"PYTHONPATH": str(tmp_path)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
             check=False,
         )
         assert not done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from launchers import REPOSITORY
+from waiting import PATIENCE_S
 
 from hvd_trainer import __version__, cli
 from hvd_trainer.utils.process import BROKEN_PIPE
@@ -61,7 +62,7 @@ finally:
 @pytest.mark.parametrize("name", cli.MODULES)
 def test_help_of_a_command_needs_no_pytorch(name: str) -> None:
     """That of five commands took 2.5 to 4 s, and all said `{None}|INT`."""
-    ended = subprocess.run([sys.executable, "-c", HELP, name], capture_output=True, text=True, timeout=240)
+    ended = subprocess.run([sys.executable, "-c", HELP, name], capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 0, ended.stderr
     *lines, imported = ended.stdout.splitlines()
     assert imported.startswith("False"), imported
@@ -109,7 +110,7 @@ def test_help_ends_without_a_word_where_nobody_reads(words: str, unbuffered: str
     environ = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     try:
         ended = subprocess.run(
-            command, stdout=writer, stderr=subprocess.PIPE, env=environ, timeout=240, check=False
+            command, stdout=writer, stderr=subprocess.PIPE, env=environ, timeout=PATIENCE_S, check=False
         )
     finally:
         os.close(writer)
@@ -128,5 +129,5 @@ def test_console_script_starts_main() -> None:
 def test_installed_script_prints_the_same_help_and_its_own_name() -> None:
     printed = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
     assert printed == f"{cli.usage()}\n"
-    ended = subprocess.run([SCRIPT, "comapre"], capture_output=True, text=True, timeout=240, check=False)
+    ended = subprocess.run([SCRIPT, "comapre"], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (ended.returncode, ended.stderr.rpartition("? ")[2]) == (2, "Type: hvd-trainer --help\n")

@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 from install_checks import ROOT, script, tool_folder
+from waiting import PATIENCE_S
 
 
 def make_refuses(tmp_path: Path, *arguments: str, **environment: str) -> str:
     command = ["make", "--no-print-directory", f"VENV={tmp_path / 'venv'}", "setup", *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"CXX": ""} | environment, capture_output=True, text=True,
-        timeout=60, check=False,
+        timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode != 0
     assert not (tmp_path / "venv").exists()

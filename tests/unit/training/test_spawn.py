@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launchers import REPOSITORY
+from waiting import PATIENCE_S
 
 import hvd_trainer
 from hvd_trainer import History, LaunchError
@@ -40,7 +41,7 @@ with Trainer(parse(TrainerOptions, ["--epochs", "2", "--backend", "ddp"])) as tr
 
 def run_python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *words]
-    return subprocess.run(command, input=code, capture_output=True, text=True, cwd=REPOSITORY, timeout=200)
+    return subprocess.run(command, input=code, capture_output=True, text=True, cwd=REPOSITORY, timeout=PATIENCE_S)
 
 
 def test_unguarded_script_is_told_what_to_write(tmp_path: Path) -> None:
