@@ -219,7 +219,9 @@ class Backend(Engine, ABC):
         with self.activity.waiting():
             return self._connection.connect()
 
-    def follow_changes(self, train_model: nn.Module, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+    def follow_changes(
+        self, train_model: nn.Module, model: nn.Module, optimizer: Optimizer, *, agree: bool
+    ) -> nn.Module:
         """Connect the exchange again if a callback has changed what is trained. A collective then.
 
         New parameters and buffers are moved to the device, and become those of rank 0.
@@ -227,6 +229,8 @@ class Backend(Engine, ABC):
         Args:
             train_model: the module that is called in training.
             model: all that is trained, as given to `prepare`, or of which a stage was given to `prepare_stage`.
+            agree: whether ranks tell each other if they have changed it, so that one that alone has is an error
+                at once, and not after the time limit. A collective in any case.
 
         Returns:
             The module to call from now on.
@@ -245,7 +249,7 @@ class Backend(Engine, ABC):
                 "another fit"
             )
         has_changed = connection.has_changed
-        if len(self.replica_groups) > 1:  # only the ranks of a stage see what has changed in it
+        if agree or len(self.replica_groups) > 1:  # only the ranks of a stage see what has changed in it
             [has_changed] = map(bool, self.collectives.all_reduce_numbers([has_changed], "max"))
         if not has_changed:
             return train_model

@@ -79,6 +79,7 @@ def mean_loss(loss: LossFunction, outputs: Any, targets: Any, weight: Tensor | N
             if tensor.grad_fn is not None:  # a hook of a parameter would stay for other batches
                 tensor.register_hook(lambda gradient: gradient.where(is_counted, 0.0))
     value = loss(outputs, targets)
-    if value.numel() != 1:
-        raise OptionError(f"The loss function must give one number, the mean, and gave {tuple(value.shape)}.")
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        seen = tuple(value.shape) if isinstance(value, Tensor) else f"no tensor, but {value!r}"
+        raise OptionError(f"The loss function must give one number, the mean, and gave {seen}.")
     return value if weight is None else value.where(is_counted, 0.0)

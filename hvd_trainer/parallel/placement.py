@@ -102,8 +102,11 @@ class ModelPlacement:
         self._shard_optimizer(optimizer)
         return prepared
 
-    def follow_changes(self, step: TrainStep, model: nn.Module) -> None:
+    def follow_changes(self, step: TrainStep, model: nn.Module, *, agree: bool = True) -> None:
         """Exchange from now on what the model has and trains after a callback has changed it. A collective then.
+
+        Args:
+            agree: as in `Backend.follow_changes`; False between steps, each of which a collective would delay.
 
         Raises:
             BackendError: it cannot be exchanged: ranks have changed different things, or `--shard full`, or a
@@ -112,7 +115,7 @@ class ModelPlacement:
         if self._fsdp is not None:
             self._fsdp.refuse_changes(model)
             return
-        step.train_model = self._backend.follow_changes(step.train_model, model, step.optimizer)
+        step.train_model = self._backend.follow_changes(step.train_model, model, step.optimizer, agree=agree)
         if self._sharded_optimizer is not None and not self._sharded_optimizer.has_all_of(step.optimizer):
             state = self._whole_state(step.optimizer)
             self._sharded_optimizer.close()

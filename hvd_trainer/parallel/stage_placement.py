@@ -96,8 +96,8 @@ class StagePlacement(ModelPlacement):
         self._refuse_frozen_stage()
         return model, optimizer
 
-    def follow_changes(self, step: TrainStep, model: nn.Module) -> None:
-        super().follow_changes(step, model)
+    def follow_changes(self, step: TrainStep, model: nn.Module, *, agree: bool = True) -> None:
+        super().follow_changes(step, model, agree=agree)
         self._refuse_frozen_stage()
 
     def _refuse_frozen_stage(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -46,12 +47,19 @@ def argument_mistakes(
                 yield "collate= is for data sets, and a DataLoader has its own: write DataLoader(..., collate_fn=)"
 
 
-def training_mistakes(optimizer: Any, callbacks: Any) -> Iterator[str]:
-    """Yield a message for each further argument of `fit` that is of another kind than it takes."""
+def training_mistakes(model: Any, optimizer: Any, callbacks: Any) -> Iterator[str]:
+    """Yield a message for each argument of `fit` that it cannot train with."""
+    if isinstance(model, DistributedDataParallel):
+        yield "model= is wrapped in DistributedDataParallel, and the engine does that: give the module in it"
     if not isinstance(optimizer, Optimizer):
         yield f"optimizer= takes one of torch.optim, and not {_kind(optimizer)}"
+    elif hasattr(optimizer, "skip_synchronize"):
+        yield "optimizer= is an hvd.DistributedOptimizer, and the engine averages gradients: give the one in it"
     if not isinstance(callbacks, Iterable):
         yield f"callbacks= takes a list, and not {_kind(callbacks)}"
+    for callback in callbacks if isinstance(callbacks, Sequence) else ():
+        if isinstance(callback, type):
+            yield f"callbacks= has the class {callback.__name__}: make one, {callback.__name__}()"
 
 
 def _kind(value: Any) -> str:

@@ -166,7 +166,7 @@ class TrainingLoop:
         for callback in run.callbacks:
             callback.on_step_end(run, result)
         if self._has_step_callbacks:
-            run.placement.follow_changes(run.step, run.trained)
+            run.placement.follow_changes(run.step, run.trained, agree=False)
         if progress.step % run.options.log.log_every == 0:
             self._record("step", self._position() | add_prefix("train", epoch.meter.recent()))
             run.step.guard.check()

@@ -198,7 +198,7 @@ class Trainer:
             One record per epoch, of a resumed run also those of the epochs that its log folder has.
         """
         data = {"train_data": train_data, "val_data": val_data}
-        of_training = training_mistakes(optimizer, callbacks)
+        of_training = training_mistakes(model, optimizer, callbacks)
         refuse([*argument_mistakes(model, loss, data, metrics=metrics, collate=collate), *of_training])
         inputs = FitInputs(
             model=model,

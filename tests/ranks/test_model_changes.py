@@ -268,6 +268,11 @@ def add_on_rank_1(amount: float, run: Any) -> None:
             run.model[2].weight[0, 1] += amount
 
 
+def freeze_on_last_rank(run: Any) -> None:
+    if run.world.rank == run.world.size - 1:
+        freeze(run)
+
+
 def age_on_last_rank(run: Any) -> None:
     if run.world.rank == run.world.size - 1:
         run.optimizer.state[run.model[0].bias]["momentum_buffer"].mul_(2)
@@ -292,6 +297,7 @@ def differ(backend: str, folder: str) -> dict[str, Any]:
         "sharded": changed(add, step=3, shard="optimizer"),
         "optimizer": changed(age_on_last_rank, step=3),
         "no state": changed(forget_on_last_rank, step=3),
+        "frozen": changed(freeze_on_last_rank, epoch=2, startup_timeout_s=10.0),
     }
     found["saved"] = sorted(path.name for path in Path(folder).glob("checkpoints/*step*"))
     last_bit = 2.0**-20
@@ -318,6 +324,8 @@ def test_ranks_that_differ_end_the_training_before_a_save(backend: str, size: in
     state = f"{begin}momentum_buffer of 0.bias on rank"
     assert first["optimizer"].startswith(f"{state} {size - 1} differs from rank 0")
     assert first["no state"].startswith(f"{state} {others} differs from rank 0")
+    frozen = f"BackendError: Rank {size - 1} has another model than rank 0: 0.weight float32 [3, 2] frozen against"
+    assert first["frozen"].startswith(frozen)  # a rank that alone compared models waited for the time limit
     assert len(first["saved"]) == 1
     for name in ("unfrozen", "group added", "unfrozen after a step"):
         assert first[name].startswith(f"{begin}0.weight on rank {others} differs from rank 0")

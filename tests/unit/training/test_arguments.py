@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from trainings import options_of, signs
 
-from hvd_trainer import OptionError, Trainer
+from hvd_trainer import Callback, OptionError, Trainer, hvd
 
 ARRAYS = torch.zeros(4, 6), torch.zeros(4)
 
@@ -28,7 +29,9 @@ ARRAYS = torch.zeros(4, 6), torch.zeros(4)
         ({"train_data": ARRAYS[0]}, "train_data= is a Tensor without targets: say TensorData"),
         ({"metrics": [cross_entropy]}, 'metrics= takes functions by their names, {"accuracy": accuracy}, and not'),
         ({"callbacks": nn.Identity()}, "callbacks= takes a list, and not an Identity"),
+        ({"callbacks": [Callback]}, r"callbacks= has the class Callback: make one, Callback\(\)"),
         ({"loss": "mse", "metrics": [1]}, "(?s)loss= takes .*metrics= takes "),
+        ({"loss": lambda outputs, targets: 1.5}, "The loss function must give one number, .* no tensor, but 1.5"),
     ],
 )
 def test_other_kinds_are_refused(changed: dict[str, Any], error: str) -> None:
@@ -41,6 +44,21 @@ def test_other_kinds_are_refused(changed: dict[str, Any], error: str) -> None:
     } | changed
     with Trainer(options_of(epochs=1)) as trainer, pytest.raises(OptionError, match=error):
         trainer.fit(**arguments)
+
+
+def test_what_averages_gradients_itself_is_refused() -> None:
+    """Gradients were averaged twice, or in part, without a word."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    hvd.init()
+    try:
+        wrapped = DistributedDataParallel(nn.Linear(6, 2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+        error = "(?s)model= is wrapped in DistributedDataParallel.*optimizer= is an hvd.DistributedOptimizer"
+        with pytest.raises(OptionError, match=error):
+            Trainer(options_of()).fit(wrapped, optimizer, cross_entropy, signs(8))
+    finally:
+        hvd.shutdown()
+        torch.distributed.destroy_process_group()
 
 
 def test_evaluate_refuses_as_fit() -> None:
