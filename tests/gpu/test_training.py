@@ -10,10 +10,9 @@ import device_checks
 import own_host
 import pytest
 import ways_to_train as ways
-from launchers import launch
 from ways_to_train import DIGITS, ENGINES, TEXTS, TWO_RANKS
 
-from gpu.machine import InRanks, Record, cuda_only, gpus
+from gpu.machine import InRanks, Record, cuda_only, gpus, launch
 
 pytestmark = pytest.mark.gpu
 OVER_GLOO = "--backend ddp --transport gloo"
