@@ -56,6 +56,7 @@ def test_more_ranks_train_the_same_bits(engine: str, ranks: int, one_rank: str, 
     assert train(ranks, f"{ways.ANY_NUMBER_OF_RANKS} --backend {engine}") == one_rank
 
 
+@cuda_only
 def test_gloo_trains_the_same_bits(one_rank: str, train: Train) -> None:
     assert train(2, f"{ways.ANY_NUMBER_OF_RANKS} {OVER_GLOO}", env=ONE_HOST) == one_rank
 
@@ -90,6 +91,7 @@ def test_two_ranks_of_texts(engine: str, text: str, train: Train) -> None:
     train(2, f"{TEXTS} --backend {engine} {text}", job="imdb")
 
 
+@cuda_only
 @pytest.mark.parametrize("name", ["accumulated", "bf16"])
 def test_two_ranks_over_gloo(name: str, train: Train) -> None:
     train(2, f"{DIGITS} {OVER_GLOO} {TWO_RANKS[name]}", env=ONE_HOST)
