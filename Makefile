@@ -34,7 +34,7 @@ help:
 	@echo "             options: ARGS=\"--epochs 3\"  DATA_DIR=folder  NP=2  HOROVOD_ARGS=\"--gpu none\""
 	@echo "make test    run the test suite (PYTEST_ARGS=\"-k name\" selects, LONG=1 runs the long ones too)"
 	@echo "make gpu-test  prove on this machine's GPUs what can be proved; writes gpu-report.md and gpu-report.xml"
-	@echo "             options are pytest's: GPU_ARGS=\"-x -k 'ddp and not speed'\""
+	@echo "             in ten minutes, all of it with GPU_ARGS=\"--minutes 60\"; or pytest's options, such as -x"
 	@echo "make image-test  build the Docker image and train in it (root, buildah, debootstrap)"
 	@echo "make lint    ruff, mypy, the order of imports, and linters of scripts and forms"
 	@echo "make audit   known vulnerabilities of all that is installed (asks a service on the internet)"

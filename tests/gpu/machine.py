@@ -9,8 +9,10 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import launchers
 import own_host
 import pytest
 import torch
@@ -21,6 +23,10 @@ KIND = accelerator.kind()
 COUNT = accelerator.count(KIND)
 ON_CUDA = KIND == "cuda"
 SMI = "nvidia-smi"
+LIMIT_S = 120.0
+"""Of what a test starts: whatever takes longer hangs, and the other tests need the time."""
+ANSWER_S = 30.0
+launch = partial(launchers.launch, timeout_s=LIMIT_S)
 InRanks = Callable[..., list[Any]]
 Record = Callable[[str, object], None]
 """Types of the fixtures `in_ranks` and `record_property`."""
@@ -41,7 +47,10 @@ def output_of(*command: str) -> str:
     """Return what a program prints, or that it is not here."""
     if shutil.which(command[0]) is None:
         return f"no {command[0]}"
-    asked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"{command[0]} has not answered within {ANSWER_S:g} s"
     return re.sub(r"\x1b\[[0-9;]*m", "", asked.stdout or asked.stderr).strip()
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from launchers import launch
 from ways_to_train import DIGITS
 
-from gpu.machine import cuda_only, variables_of
+from gpu.machine import cuda_only, launch, variables_of
 
 pytestmark = [pytest.mark.gpu, cuda_only]
 IMPORTS = "import torch, torch.distributed as dist, horovod.torch as hvd, hvd_trainer.c10d\n"
@@ -18,12 +18,14 @@ TORCH_DISTRIBUTED = "dist.init_process_group('horovod'); dist.all_reduce(torch.o
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _horovod_is_for_cpus(horovod: float, install_horovod: Callable[[str], float]) -> Iterator[None]:
+def _horovod_is_for_cpus(horovod: float, install_horovod: Any) -> Iterator[None]:
     try:
-        install_horovod("none")
-        yield
+        with install_horovod("none") as wait:
+            wait()
+            yield
     finally:
-        install_horovod("nccl")
+        with install_horovod("nccl") as wait:
+            wait()
 
 
 def test_job_is_refused() -> None:

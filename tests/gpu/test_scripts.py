@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import small_mnist
-from launchers import REPOSITORY, launch
+from launchers import REPOSITORY
 from ways_to_train import DIGITS, ENGINES
 
-from gpu.machine import cuda_only, variables_of
+from gpu.machine import cuda_only, launch, variables_of
 
 pytestmark = pytest.mark.gpu
 LOSSES: list[list[float]] = []

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import device_checks
 import pytest
-from launchers import launch
 from ways_to_train import DIGITS, TEXTS
 
-from gpu.machine import COUNT, SMI, InRanks, cuda_only, gpus, output_of
+from gpu.machine import COUNT, SMI, InRanks, cuda_only, gpus, launch, output_of
 
 pytestmark = [pytest.mark.gpu, gpus(2)]
 APPS = (SMI, "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader")

@@ -10,10 +10,9 @@ import device_checks
 import own_host
 import pytest
 import ways_to_train as ways
-from launchers import launch
 from ways_to_train import DIGITS, ENGINES, TEXTS, TWO_RANKS
 
-from gpu.machine import InRanks, Record, cuda_only, gpus
+from gpu.machine import InRanks, Record, cuda_only, gpus, launch
 
 pytestmark = pytest.mark.gpu
 OVER_GLOO = "--backend ddp --transport gloo"
@@ -57,6 +56,7 @@ def test_more_ranks_train_the_same_bits(engine: str, ranks: int, one_rank: str, 
     assert train(ranks, f"{ways.ANY_NUMBER_OF_RANKS} --backend {engine}") == one_rank
 
 
+@cuda_only
 def test_gloo_trains_the_same_bits(one_rank: str, train: Train) -> None:
     assert train(2, f"{ways.ANY_NUMBER_OF_RANKS} {OVER_GLOO}", env=ONE_HOST) == one_rank
 
@@ -91,6 +91,7 @@ def test_two_ranks_of_texts(engine: str, text: str, train: Train) -> None:
     train(2, f"{TEXTS} --backend {engine} {text}", job="imdb")
 
 
+@cuda_only
 @pytest.mark.parametrize("name", ["accumulated", "bf16"])
 def test_two_ranks_over_gloo(name: str, train: Train) -> None:
     train(2, f"{DIGITS} {OVER_GLOO} {TWO_RANKS[name]}", env=ONE_HOST)

@@ -12,6 +12,7 @@ from pathlib import Path
 import documents
 import pytest
 import ways_to_train
+from gpu.report import markdown
 from launchers import REPOSITORY, Result, launch
 from pretend import build, startup
 
@@ -61,6 +62,7 @@ def run_on_pretend_device(selected: str, folder: Path, *more: str, fault: str | 
         selected,
         "--junitxml",
         str(folder / "gpu.xml"),
+        *("--minutes", "60"),
         *more,
     ]
     environment = {startup.DEVICE: "as queued", startup.FAULT: fault}
@@ -96,6 +98,25 @@ def test_test_that_fails_is_in_the_reports(tmp_path: Path) -> None:
     assert "the host waits in each step: {'optim/step.py:" in text
     (case,) = outcomes(tmp_path)
     assert case.find("failure") is not None
+
+
+@needs_compiler
+def test_no_test_begins_when_time_is_over(tmp_path: Path) -> None:
+    result = run_on_pretend_device("test_rule and single", tmp_path, "--minutes", "1")
+    assert result.returncode == 0, result.stdout
+    text = (tmp_path / "gpu.md").read_text()
+    assert "0 passed, 0 failed, " in text
+    assert "]: Skipped: no time left" in text
+
+
+def test_report_names_what_hangs_and_a_common_cause_once() -> None:
+    """Of a run that is killed the report is left, which did not name the test that hung."""
+    place = ("tests/gpu/test_a.py", 1, "test")
+    failed = {name: [pytest.TestReport(name, place, {}, "failed", "no nvcc", "setup")] for name in ("a", "b")}
+    text = markdown({}, {**failed, "c": []})
+    assert "0 passed, 2 failed, 0 skipped" in text
+    assert "### a, b\n\n````\nno nvcc\n" in text
+    assert "| c | has not ended |" in text
 
 
 @needs_compiler

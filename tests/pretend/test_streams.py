@@ -21,7 +21,7 @@ EXAMPLES = REPOSITORY / "examples/mnist"
 WEIGHTS: set[str] = set()
 """Digests of the weights that scripts have trained."""
 LONG = {
-    *("resume on horovod", "texts in chunks", "hvd: process sets of four ranks"),
+    *("resume on horovod", "texts in chunks", "hvd: process sets of four ranks", "models on two devices each"),
     *(name for name in RULES if "waits" in name),
 } - {
     "host waits on ddp: plain",

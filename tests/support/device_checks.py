@@ -112,12 +112,14 @@ def samples_and_rate(engine: str) -> tuple[int, None]:
 
     The rate is written to, as a captured optimizer reads it.
     """
-    for way in ({}, {"accumulate": 2}, {"chunks": 2}):
-        _samples_and_rate(engine, way)
+    _samples_and_rate(engine, {})
+    _samples_and_rate(engine, {"accumulate": 2})
+    # Ranks agree on what a function makes of samples.
+    _samples_and_rate(engine, {"chunks": 2}, torch.utils.data.default_collate)
     return rank(), None
 
 
-def _samples_and_rate(engine: str, way: dict[str, int]) -> None:
+def _samples_and_rate(engine: str, way: dict[str, int], collate: Any = None) -> None:
     from trainings import fit, options_of
 
     from hvd_trainer import accuracy
@@ -136,7 +138,7 @@ def _samples_and_rate(engine: str, way: dict[str, int]) -> None:
         options = options_of(
             engine, log_every=999, max_steps=steps, batch_size=8, epochs=2, warmup_epochs=1.0, workers=0, **way
         )
-        how = {"metrics": {"accuracy": accuracy}, "weight": lambda batch: batch[1].sum()}
+        how = {"metrics": {"accuracy": accuracy}, "weight": lambda batch: batch[1].sum(), "collate": collate}
         fit(options, model, samples, optimizer=optimizer, **how)
         counts.append(waits)
         warm = [0.5 * (step + 1) / 21 for step in range(steps)]
@@ -163,9 +165,11 @@ def precisions(engine: str) -> tuple[int, None]:
     """Products are computed in the type that is asked for; of fp16 the norm is clipped as of fp32."""
     from trainings import fit, options_of, signs
 
+    smallest: dict[str, float] = {}
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
         for way in ({}, {"chunks": 2}):
             types: set[Any] = set()
+            torch.manual_seed(0)
             model = torch.nn.Sequential(Noting(types), torch.nn.Linear(6, 2))
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
             norms: list[Any] = []  # a step in which fp16 overflows updates nothing
@@ -175,7 +179,17 @@ def precisions(engine: str) -> tuple[int, None]:
             assert types == {dtype}, f"{precision} {way}: products of {types}"
             assert norms, f"{precision} {way}: no step was made"
             assert all(abs(float(norm) - 0.01) < 1e-3 for norm in norms), f"{precision} {way}: clipped to {norms}"
+            norms.clear()
+            options = options_of(engine, precision=precision, max_steps=1, batch_size=8, **way)
+            fit(options, model, signs(64), signs(64), optimizer=optimizer, loss=small_loss)
+            small = smallest.setdefault(str(way), float(norms[0]))
+            assert 0.5 < float(norms[0]) / small < 2, f"{precision} {way}: {norms[0]} of a gradient of {small}"
     return rank(), None
+
+
+def small_loss(outputs: Any, targets: Any) -> Any:
+    """Have a gradient that is 0 in fp16 unless it is scaled."""
+    return torch.nn.functional.cross_entropy(outputs.float(), targets) * 1e-7
 
 
 def norm_of_gradient(optimizer: Any) -> Any:
@@ -260,16 +274,72 @@ def generators() -> tuple[int, None]:
     return 0, None
 
 
-def peak(text: str, limit: float, over: str, of_large: float | None = None) -> tuple[int, float]:
-    """The peak of memory is at most so many times that of another way to train; return it, in MB."""
+class Drawing(torch.nn.Module):
+    """Notes what it draws on its device, as a part of a model or as a transform, and changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Any] = []
+
+    def forward(self, inputs: Any) -> Any:
+        self.drawn.append(torch.rand(1, device=inputs.device))
+        return inputs
+
+    def numbers(self) -> list[float]:
+        return [float(number) for number in self.drawn]
+
+
+def seed_device(number: int) -> None:
+    torch.get_device_module(kind()).manual_seed(number)
+
+
+def drawn_numbers(engine: str) -> tuple[int, None]:
+    """What transforms and virtual ranks draw depends on no earlier numbers, and transforms change no others."""
+    from trainings import fit, options_of, signs
+
+    from hvd_trainer import TensorData
+
+    def draw(*, disturbs: bool = False, transforms: bool = True, **way: Any) -> tuple[list[float], list[float]]:
+        of_model, of_samples, data = Drawing(), Drawing(), signs(64)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 2), of_model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if disturbs:
+            optimizer.register_step_pre_hook(lambda *_: seed_device(len(of_model.drawn)))
+        data = TensorData(data.inputs, data.targets, of_samples if transforms else None)
+        fit(options_of(engine, max_steps=4, batch_size=4, **way), model, data, optimizer=optimizer)
+        return of_model.numbers(), of_samples.numbers()
+
+    of_model, of_samples = draw()
+    assert of_samples == draw(disturbs=True)[1], "samples are other ones after other numbers were drawn"
+    assert of_model == draw(transforms=False)[0], "a transform changes what the model draws"
+    virtual = {"reproducible": 2}
+    assert draw(**virtual)[0] == draw(disturbs=True, **virtual)[0], "a virtual rank draws what is left by another"
+    return rank(), None
+
+
+def peak(
+    text: str, limit: float, over: str, of_large: float | None = None, at_start: float = 1.5
+) -> tuple[int, float]:
+    """The peak of memory is at most so many times that of another way to train; return it, in MB.
+
+    Args:
+        of_large: the limit for a large model.
+        at_start: that of the peak before the first forward pass: a model that is cut need not fit on a device.
+    """
     device = torch.device(kind(), rank() % torch.accelerator.device_count())
     size, limit = (SMALL, limit) if kind() == "pretend" else (LARGE, of_large or limit)
-    peaks: list[int] = []
+    peaks: list[list[int]] = []
     torch.ones(1, device=device)  # CUDA counts from its first context on
     for way in (over, text):
         before = torch.accelerator.memory_allocated(device)
         torch.accelerator.reset_peak_memory_stats(device)
+        seen: list[int] = []
+        hook = torch.nn.modules.module.register_module_forward_pre_hook(
+            lambda *_, seen=seen: seen.append(torch.accelerator.max_memory_allocated(device))
+        )
         train("imdb", f"{TEXTS} {size} --optimizer sgd {way}")
-        peaks.append(torch.accelerator.max_memory_allocated(device) - before)
-    assert peaks[1] <= limit * peaks[0], f"{peaks[1]} bytes with {text}, {peaks[0]} with {over}"
-    return rank(), peaks[1] / 2**20
+        hook.remove()
+        peaks.append([peak - before for peak in (seen[0], torch.accelerator.max_memory_allocated(device))])
+    for own, others, times in zip(peaks[1], peaks[0], (at_start, limit), strict=True):
+        assert own <= times * others, f"{own} bytes with {text}, {others} with {over}"
+    return rank(), peaks[1][-1] / 2**20

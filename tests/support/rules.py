@@ -38,24 +38,30 @@ class Rule(NamedTuple):
         return tuple(it.replace(FOLDER, str(folder)) if isinstance(it, str) else it for it in self.args)
 
 
-SHARDS = ("--backend ddp --shard full", 0.75, "--backend ddp")
+def cuts(engine: str) -> tuple[Any, ...]:
+    """Return arguments for a model that is cut at either of two places."""
+    ways = (f"{TEXTS} --backend {engine} --devices-per-rank 2 --balance {cut}" for cut in ("1,3", "3,1"))
+    return "imdb", tuple(ways), FOLDER, ("blocking", LATE_SIDE)
+
+
+SHARDS = ("--backend ddp --shard full", 0.75, "--backend ddp", None, 0.42)
 WAY = f"{DIGITS} --backend single --batch-size 256 --max-steps 5"
 FROM_HOST = ("mnist", (WAY,), FOLDER, ("blocking", *VERY_LATE))
 CHUNKS = ("imdb", (f"{TEXTS} --backend ddp --chunks 2",), FOLDER, ("blocking", LATE_SIDE))
-CUTS = tuple(f"{TEXTS} --backend ddp --devices-per-rank 2 --balance {cut}" for cut in ("1,3", "3,1"))
+PARTS = ("--stages 2 --balance bytes --chunks 4", "--shard optimizer", "--shard full")
 REPRODUCIBLE = ("--backend ddp --reproducible 2", 1.3, "--backend ddp", 2.0)
 START = f"--backend ddp --log-dir {FOLDER} --save-every-steps 2"
 RESUMED = (f"--backend ddp --log-dir {FOLDER} --max-steps 6 --resume auto", 1.1, START)
 RULES = {
     "batches are copied beside the steps": Rule(stream_checks.copies_overlap, 2),
     "copies to the host are whole": Rule(stream_checks.moves_to_host_are_whole, 1),
-    "a checkpoint is whole": Rule(stream_checks.copy_to_host_is_whole, 1),
+    "a checkpoint is whole": Rule(stream_checks.copy_to_host_is_whole, 1, (FOLDER,)),
     "random numbers are those of the device": Rule(device_checks.generators, 1, devices=2),
+    "numbers that are drawn": Rule(device_checks.drawn_numbers, 1, ("single",)),
     "batches are whole": Rule(device_checks.sent_from_host, 1, FROM_HOST),
     "texts in chunks": Rule(device_checks.same_bits, 2, CHUNKS),
-    "a model on two devices": Rule(
-        device_checks.same_bits_of_all, 1, ("imdb", CUTS, FOLDER, ("blocking", LATE_SIDE)), devices=2
-    ),
+    "a model on two devices": Rule(device_checks.same_bits_of_all, 1, cuts("ddp"), devices=2),
+    "models on two devices each": Rule(device_checks.same_bits, 2, cuts("horovod"), engine="horovod", devices=4),
     "types of products": Rule(device_checks.precisions, 1, ("single",)),
     "an overflow of one stage": Rule(device_checks.overflow_of_one_stage, 2, ("ddp",)),
     "times of phases": Rule(stream_checks.times, 1),
@@ -73,6 +79,9 @@ RULES = {
         for engine, ranks in (("single", 1), ("ddp", 2), ("horovod", 2))
         for name, way in NO_WAITS.items()
     },
+    "host waits on ddp: parts": Rule(
+        device_checks.host_waits, 2, ("ddp", tuple(f"--batch-size 32 {way}" for way in PARTS))
+    ),
     "samples, and a rate on the device": Rule(device_checks.samples_and_rate, 1, ("single",)),
     **{
         f"resume on {engine}": Rule(

@@ -15,6 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from device_checks import controls, kind, rank
@@ -65,11 +66,13 @@ def check_barrier(barrier: Callable[[], Any], gpu: Any) -> None:
     assert queued.query(), "the barrier has not waited for the device"
 
 
-def copy_to_host_is_whole() -> tuple[int, None]:
+def copy_to_host_is_whole(folder: str) -> tuple[int, None]:
     """What a checkpoint is made of has been computed and copied before it is written; its memory is used again."""
     import torch
 
-    from hvd_trainer.checkpoint.async_writer import PinnedMemory, copy_to_host
+    from hvd_trainer.checkpoint import storage
+    from hvd_trainer.checkpoint.async_writer import AsyncWriter, PinnedMemory, copy_to_host
+    from hvd_trainer.config.options import SaveOptions
 
     controls().run_in_order("late default stream")
     state = {}
@@ -86,6 +89,17 @@ def copy_to_host_is_whole() -> tuple[int, None]:
         assert copied.is_pinned(), "pageable memory, from which copies are several times as slow"
         places.append(copied.data_ptr())
     assert (places[0], places[2]) == (places[1], places[3]), "page-locked memory is allocated again"
+    written: list[Any] = []
+
+    def save(_: Any, copied: Any, **figures: Any) -> None:
+        time.sleep(0.3)  # the next one is submitted meanwhile
+        written.append(copied.tensors["0"].unique().tolist())
+
+    with mock.patch.object(storage, "save", save), AsyncWriter(Path(folder), SaveOptions()) as writer:
+        for number in range(3):
+            values = {"0": state["0"] * number}
+            writer.submit(time.perf_counter(), values, step=number, epoch=0, figures={})
+    assert written == [[0.0], [1.0], [2.0]], "memory is used again while it is written to a file"
     return 0, None
 
 
@@ -309,11 +323,19 @@ def c10d_in_any_order(orders: Sequence[str]) -> tuple[int, None]:
         with side:
             rows = [torch.empty(3, device=gpu) for _ in range(size)]
             work = dist.all_gather(rows, torch.full((3,), float(rank()), device=gpu), async_op=True)
-        work.wait()
-        assert [row.tolist() for row in rows] == [[float(it)] * 3 for it in range(size)]
+        with other:
+            (work.get_future() if number else work).wait()
+            gathered = [row.tolist() for row in rows]
+        assert gathered == [[float(it)] * 3 for it in range(size)]
     with ThreadPoolExecutor(1) as thread:
         thread.submit(dist.all_reduce, values).result()
     check_barrier(dist.barrier, gpu)
+    held = controls().hold(gpu.index)  # where Horovod's result arrives
+    with side:
+        work = dist.all_reduce(values, async_op=True)
+    assert not any((work.is_completed(), time.sleep(0.01))[0] for _ in range(30)), "the device is said to be done"
+    held.reach()
+    assert soon(work.is_completed)
     for call in (dist.send, dist.recv):
         with pytest.raises(ValueError, match=r"Exchange tensor\.cpu\(\)"):
             call(torch.ones(1, device=gpu), (rank() + 1) % size)
