@@ -19,7 +19,7 @@ from types import ModuleType
 from hvd_trainer.errors import UserError
 from hvd_trainer.horovod_build import messages
 
-PATCH_SET = 20
+PATCH_SET = 21
 """Raise it with every change of what is built: wheels that were built before then no longer count as current."""
 
 PATCHES = Path(__file__).with_name("patches")
