@@ -39,7 +39,10 @@ BY_HAND = (
 NO_BACKWARD = (
     "its steps were seen, and no backward() before them: a tool counts those after one, as of torch.optim"
 )
-NOTHING = "neither a backward() nor a step() was seen in its process: is it asked to train, and in this process?"
+NOTHING = (
+    "neither a backward() nor a step() was seen in its process: is it asked to train, and in this process? A tool "
+    "sees nothing of ranks that the script starts itself"
+)
 
 
 class ScriptEvents:

@@ -5,7 +5,6 @@ A job on the Trainer (`measure/trainer.py`) and any other script (`measure/scrip
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -14,12 +13,9 @@ from typing import Any
 
 import msgspec
 
-from hvd_trainer.launch.world import detect
-
 VARIABLE = "HVD_TRAINER_MEASURE"
 OWNER = "HVD_TRAINER_MEASURE_OWNER"
-"""The variable with the process that the message is for, and its place in the job: all that it starts inherits the
-message, too."""
+"""The variable with the process that the message is for: all that it starts inherits the message, too."""
 BACKEND = "HVD_TRAINER_BACKEND"
 """The variable with the engine that was typed for `run`, for a job on the Trainer that is typed with none."""
 NO_STEPS = "no-steps"
@@ -59,14 +55,9 @@ class Message:
     def read(cls, environ: MutableMapping[str, str]) -> Message | None:
         """Return the message for this process; None if no tool has started it, or if it is for the rank above.
 
-        The first process that reads it has it. Below that one only ranks of a further launcher read it again.
+        The first process that reads it has it, and no rank of a further launcher below: a tool knows of its own
+        ranks only, and waited for those that did not obey.
         """
-        if VARIABLE not in environ:
-            return None
-        world = detect(environ)
-        process, *place = json.loads(environ.get(OWNER, "[0]"))
-        if place != [world.rank, world.size]:
-            environ[OWNER] = json.dumps([os.getpid(), world.rank, world.size])
-        elif process != os.getpid():
+        if VARIABLE not in environ or environ.setdefault(OWNER, str(os.getpid())) != str(os.getpid()):
             return None
         return msgspec.json.decode(environ[VARIABLE], type=cls)

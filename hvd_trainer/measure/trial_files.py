@@ -142,7 +142,7 @@ class FileGuard:
         if access == os.O_RDONLY:
             with suppress(OSError, ValueError):  # the working folder may be gone, or the path be none
                 self._note_read(os.fsdecode(path))
-        else:
+        elif not os.path.isdir(path):  # `tempfile` names the folder, and Python tells of the file in it, too
             # Also what is opened to read and write: a mapped file (`np.memmap`) changes without another sign.
             self.before_write(path, keeps=not flags & os.O_TRUNC)
             if not flags & os.O_APPEND:  # what only appends, such as to a log, is no save

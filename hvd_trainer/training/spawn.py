@@ -18,6 +18,7 @@ import torch.multiprocessing as multiprocessing
 from hvd_trainer.errors import LaunchError, PeerError
 from hvd_trainer.faults.failure_report import GRACE_S, reporter, wait_for_launcher
 from hvd_trainer.launch.launchers import without_ranks
+from hvd_trainer.measure.message import Message
 from hvd_trainer.observe.log_handler import install_handler
 from hvd_trainer.rendezvous.endpoint import parse_endpoint
 from hvd_trainer.rendezvous.store_client import local_store, rank_environment
@@ -43,10 +44,11 @@ def run(
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` in `num_processes` new processes, as the ranks of one job on this machine.
 
-    The function may be defined in the notebook. A `Trainer` inside finds the other ranks as under any launcher.
+    The function may be defined in the notebook. A `Trainer` inside finds the other ranks as under any launcher. If
+    a tool measures the script, such as `compare`, the ranks are those that the tool has started.
 
     Returns:
-        The result of each rank, in rank order.
+        The result of each rank, in rank order; of a rank that a tool has started, its own alone.
 
     Raises:
         LaunchError: fewer than one process was asked for; the function cannot be started in another process; or a
@@ -54,6 +56,8 @@ def run(
     """
     if num_processes < 1:
         raise LaunchError(f"run needs num_processes of 1 or more, not {num_processes}.")
+    if Message.read(os.environ) is not None:
+        return Results([function(*args, **(kwargs or {}))])
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # This is a new process that imports the script; what is raised here would be the end of a long traceback.
         os._exit(UNGUARDED_EXIT_CODE)

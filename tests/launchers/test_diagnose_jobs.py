@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from launchers import SCRIPTS, SUPPORT, launch, requires, start
+from launchers import SCRIPTS, SUPPORT, launch, requires, start, write_script
 
 JOB, SCRIPT = SUPPORT / "planted_job.py", SUPPORT / "planted_script.py"
 OF_THE_MACHINE = ("programs", "contention", "throttled", "stolen")
@@ -290,6 +291,17 @@ def test_a_job_that_does_not_train_is_named(tmp_path: Path) -> None:
     words = ["-m", "hvd_trainer", "diagnose", "--backend", "ddp", "--out", str(tmp_path / "out"), "--", str(job)]
     said = launch("python", 1, words, timeout_s=90, check=False).stderr
     assert "ValueError: it does not train; its output is in" in said
+
+
+def test_a_budget_that_ends_before_the_first_step_is_told_on_the_page(tmp_path: Path) -> None:
+    """It was an error, and no page: so a busy machine ended a diagnosis of 30 s."""
+    job = write_script(tmp_path / "job.py", "import time; time.sleep(60)\n")
+    tool = ["-m", "hvd_trainer", "diagnose", "--backend", "ddp", "--budget-s", "2", "--out", str(tmp_path / "out")]
+    result = launch("python", 1, [*tool, "--", str(job)], timeout_s=90, check=False)
+    assert result.returncode == 1, result.stderr
+    told = r"--budget-s 2 did not suffice for the first run, of 45 steps: it had not ended .* Type --budget-s 4"
+    assert re.search(told, (tmp_path / "out" / "diagnosis.html").read_text())
+    assert re.search(told, result.stdout)
 
 
 def test_a_job_that_fails_has_a_verdict_from_what_it_did_until_then(tmp_path: Path) -> None:

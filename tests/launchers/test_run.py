@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import digits_job
 import environments
@@ -22,6 +23,7 @@ from launchers import REPOSITORY, Result, launch, start, write_script
 from requirements import requires
 from waiting import wait_for
 
+from hvd_trainer.measure.message import Message
 from hvd_trainer.tools.run import engines
 from hvd_trainer.utils.import_hooks import ImportHooks
 
@@ -116,9 +118,9 @@ def horovod_script(tmp_path: Path) -> Path:
     return write_script(tmp_path / "train.py", HOROVOD_SCRIPT)
 
 
-def run(*words: object, check: bool = True, launcher: str = "python", ranks: int = 1) -> Result:
+def run(*words: object, launcher: str = "python", ranks: int = 1, **options: Any) -> Result:
     argv = ["-m", "hvd_trainer", "run", *map(str, words)]
-    return launch(launcher, ranks, argv, check=check)
+    return launch(launcher, ranks, argv, **options)
 
 
 def sums(result: Result) -> list[str]:
@@ -862,14 +864,14 @@ print("trained\\n", end="", flush=True)
 """
 
 
-def test_script_that_spawns_its_ranks_is_told_to_start_once(tmp_path: Path) -> None:
-    """It ended in tracebacks that did not say why."""
+@pytest.mark.parametrize(("ranks", "advice"), [(2, r"run -- \S+train\.py one"), (1, "takes the function")])
+def test_script_that_spawns_its_ranks_is_told_what_to_type(ranks: int, advice: str, tmp_path: Path) -> None:
+    """It ended in tracebacks that did not say why; a tool waited for the end of a single one's training."""
     script = write_script(tmp_path / "train.py", SPAWNS)
-    result = run("-np", 2, "--", script, "one", check=False)
+    measured = Message(log_dir=str(tmp_path)).variables() if ranks == 1 else {}
+    result = run("-np", ranks, "--", script, "one", check=False, env=measured)
     assert result.returncode == 2
-    assert re.search(
-        r"^error: The script starts its ranks itself, .* run -- \S+train\.py one$", result.stderr, re.M
-    )
+    assert re.search(f"^error: The script starts its ranks itself, .* {advice}$", result.stderr, re.M)
     assert "Traceback" not in result.stderr
 
 

@@ -131,6 +131,21 @@ def test_a_share_that_does_not_count_weighs_nothing(backend: str) -> None:
         torch.testing.assert_close(ends, alone, rtol=1e-5, atol=1e-5)
 
 
+def stopped_in_the_third_epoch(folder: str) -> bool:
+    """Return whether a run that is stopped and resumed ends with the weights of one that is not."""
+    how = {"epochs": 3, "save_every_steps": 1}
+    whole = train("ddp", **loaded("shuffled", log_dir=f"{folder}/whole", **how))
+    train("ddp", **loaded("shuffled", log_dir=f"{folder}/parts", stop_after=8, **how))
+    resumed = train("ddp", **loaded("shuffled", log_dir=f"{folder}/parts", resume="auto", **how))
+    return whole.weights == resumed.weights
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_generator_of_a_random_sampler_is_resumed(size: int, tmp_path: Any) -> None:
+    """From the first epoch alone a new process knows the order of the first two."""
+    assert in_ranks(size, stopped_in_the_third_epoch, str(tmp_path)) == [True] * size
+
+
 def resume_with_another(folder: str) -> str:
     """Resume a run whose loader has no generator with one that has, and by a new epoch."""
     log = {"log_dir": folder, "save_every_steps": 1}

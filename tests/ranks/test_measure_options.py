@@ -222,14 +222,27 @@ def test_a_process_that_a_rank_starts_leaves_its_recording_alone(tmp_path: Path)
     assert steps_of(tmp_path / "log", 0)["step"].tolist() == [1, 2, 3]
 
 
-def test_ranks_of_a_launcher_that_a_rank_starts_are_measured(tmp_path: Path) -> None:
-    """A script may do no more than start the ranks."""
-    (tmp_path / "job.py").write_text(STREAM.replace("def start():", "if __name__ == '__main__':"))
-    command = ["-m", "hvd_trainer", "run", "-np", "2", "--", str(tmp_path / "job.py"), "--max-steps", "3"]
-    text = f"import subprocess, sys\nsubprocess.run([sys.executable, *{command}], check=True)\n"
-    starter = write_script(tmp_path / "starter.py", text)
-    measured(tmp_path / "log", (str(starter),), ranks=1)
-    assert [steps_of(tmp_path / "log", rank)["step"].tolist() for rank in range(2)] == [[1, 2, 3]] * 2
+BY_RUN = """
+import hvd_trainer
+if __name__ == "__main__":
+    hvd_trainer.run(main, num_processes=5, args=(TrainerOptions(),))
+"""
+BY_COMMAND = """
+import subprocess, sys
+if __name__ == "__main__":
+    command = [sys.executable, "-m", "hvd_trainer", "run", "-np", "2", "--", "-m", "hvd_trainer.mnist"]
+    subprocess.run([*command, "--dataset", "digits", "--repeat", "1", "--max-steps", "3"], check=True)
+"""
+
+
+@pytest.mark.parametrize(("start", "ranks"), [(BY_RUN, 2), (BY_COMMAND, 1)], ids=["function", "command"])
+def test_only_ranks_that_the_tool_has_started_are_measured(start: str, ranks: int, tmp_path: Path) -> None:
+    """Ranks below two others waited without an end: one of them obeyed the message, and one did not."""
+    text = STREAM.replace("def start():\n    run_job(TrainerOptions, main)", start)
+    job = write_script(tmp_path / "job.py", text)
+    measured(tmp_path / "log", (str(job),), ranks=ranks, max_steps=5)
+    files = (tmp_path / "log").glob("steps/*")
+    assert [len(np.load(file)["step"]) for file in files] == ([5, 5] if start == BY_RUN else [])
 
 
 COUNT_HOOKS = """

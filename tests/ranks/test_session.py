@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -45,6 +46,20 @@ def fail_in_rank_1() -> str:
     except PeerError as peer_error:
         return str(peer_error)
     return "stands"
+
+
+def outlive_sigterm() -> bool:
+    """Receive, after all ranks have agreed to stop, the signal by which launchers end those that are left."""
+    session = Session(EngineOptions())
+    session.start(Engine())
+    session.stopping = True
+    os.kill(os.getpid(), signal.SIGTERM)
+    session.end()
+    return True
+
+
+def test_ranks_that_stop_together_end_by_themselves() -> None:
+    assert in_ranks(3, outlive_sigterm) == [True] * 3
 
 
 def test_session_connects_ranks_without_an_engine() -> None:

@@ -30,7 +30,9 @@ from hvd_trainer.utils.text import COMMAND, plural
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command, and return the exit code: 0; 1 if the job failed or hung, and 130 if it was interrupted.
+    """Run the command, and return the exit code: 0; 130 if it was interrupted.
+
+    1 if the job failed or hung, or if the budget did not suffice for its first run.
 
     Raises:
         OptionError: an option is out of its range, or the job failed before it had trained.
@@ -62,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
             if not trials.profiles:  # in the first run: nothing is known yet
                 raise
             trials.runner.warn("interrupted: what is told is from the runs until then")
-        if not trials.profiles:
+        if not trials.profiles and not trials.is_spent:
             raise OptionError(failure)
         diagnosis = Diagnosis(
             ran=ran,
@@ -73,7 +75,8 @@ def main(argv: Sequence[str]) -> int:
         )
         report = conclude(diagnosis)
         report.show(trials.runner.warnings)
-        stacks = folder / "stacks.speedscope.json"
-        stacks.write_text(json.dumps(speedscope(diagnosis.evidence.profiles, ran.command)))
-        report.write(folder, "diagnosis", [stacks])
+        stacks = [folder / "stacks.speedscope.json"] if trials.profiles else []
+        for file in stacks:
+            file.write_text(json.dumps(speedscope(diagnosis.evidence.profiles, ran.command)))
+        report.write(folder, "diagnosis", stacks)
     return code

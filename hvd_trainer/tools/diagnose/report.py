@@ -88,7 +88,10 @@ class Diagnosis:
 
 
 def conclude(diagnosis: Diagnosis) -> Report:
-    """Return all that a diagnosis has to say."""
+    """Return all that a diagnosis has to say: without stacks, why there are none."""
+    if not diagnosis.evidence.profiles:
+        verdict = Verdict(diagnosis.failure, "failed", badge="TOO SHORT")
+        return Report(ran=diagnosis.ran, verdicts=[verdict], warnings=diagnosis.warnings)
     return Report(
         ran=diagnosis.ran,
         verdicts=[*_verdicts(diagnosis)],

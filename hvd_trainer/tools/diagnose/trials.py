@@ -59,6 +59,11 @@ class Trials:
         self._machine = MachineUse()
         self._line: Line | None = None
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether the end of the budget has killed a run."""
+        return self.runner.left_s <= 0 and any(run.state == "killed" for run in self.runner.last.values())
+
     def evidence(self) -> Evidence:
         """Return all that is known so far."""
         facts: dict[str, Any] = {}
@@ -82,6 +87,9 @@ class Trials:
     def measure(self) -> str:
         """Run what is worth it within the budget, and return why the job has failed; empty if it has not."""
         first = self.run(self.normal, FIRST_STEPS)
+        if self.is_spent:
+            asked = f"the first run, of {plural(WARMUP_STEPS + FIRST_STEPS, 'step')}"
+            return self._too_little(f"{asked}: it {first.why(self.runner.folder)}") + "."
         if first.state != "done":
             return f"The job ended early when it was run {NORMAL}: {first.why(self.runner.folder)}."
         if not self.profiles:
@@ -98,6 +106,8 @@ class Trials:
         # Another run measures the exchange itself.
         max_runs = max(0, int(self.runner.left_s / cost_s) - 1)
         plan = [variant for _, variant in in_rounds(variants, MAX_ROUNDS)][:max_runs]
+        if variants and not plan:
+            self.runner.warn(self._too_little("further runs, which would explain the rest"))
         if plan:
             what = f"{plural(len(plan), 'more run')} of {plural(WARMUP_STEPS + steps, 'step')}"
             print(f"{what}: about {len(plan) * cost_s:.0f} s", flush=True)
@@ -109,8 +119,6 @@ class Trials:
             run, said = self.run(variant, steps), ""
             if run.state == "done":
                 said = f"{1000 * self.evidence().mean_s(variant.label):.2f} ms per step"
-            else:
-                self.runner.warn(f"a run {variant.label} has failed: {run.why(self.runner.folder)}")
             print(f"{place}/{len(plan)}  {variant.label}: {said or run.note}", flush=True)
         has_collectives = any(cause.kind == "collective" for cause in find_causes(self.evidence()))
         if self.runner.left_s > cost_s and (NO_EXCHANGE in self.figures or has_collectives):
@@ -156,7 +164,14 @@ class Trials:
     def _run(self, trial: Trial) -> RunRecord:
         remove_inner(self._kept)
         number = len(self.runner.last) + 1  # each run is a new one
-        return self.runner.run(trial, number, keep=self._kept)
+        run = self.runner.run(trial, number, keep=self._kept)
+        if run.state != "done" and number > 1:  # without the first there is no diagnosis
+            self.runner.warn(f"a further run ({trial.label}) has failed: {run.why(self.runner.folder)}")
+        return run
+
+    def _too_little(self, what: str) -> str:
+        """Return that the budget did not suffice for something, and what to type."""
+        return f"--budget-s {self._budget_s:g} did not suffice for {what}. Type --budget-s {2 * self._budget_s:g}"
 
 
 def steps_of(seconds: float, step_s: float) -> int:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch.launchers import without_ranks
 from hvd_trainer.launch.world import detect, is_elastic
+from hvd_trainer.measure.message import Message
 from hvd_trainer.tools.run.torch_groups import STARTED_BY_TORCH, wrap_torch
 from hvd_trainer.utils.import_hooks import ImportHooks, wrap
 from hvd_trainer.utils.text import COMMAND
@@ -141,11 +142,20 @@ def warn_if_alone(script: ScriptEngine) -> None:
 
 
 def _wrap_spawn(module: ModuleType, script: ScriptEngine) -> None:
-    """Refuse a script that starts its ranks itself, before it has started an engine, in each of several ranks."""
+    """Refuse a script that starts its ranks itself, before it has started an engine, in each of several ranks.
+
+    A tool would see nothing of ranks that are not its own, and wait for their end.
+    """
 
     def start_processes(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        world = detect(os.environ)
-        if world.size > 1 and script.is_in_charge and not script.has_started:
+        world, starts_ranks = detect(os.environ), script.is_in_charge and not script.has_started
+        if starts_ranks and Message.read(os.environ) is not None:
+            raise LaunchError(
+                "The script starts its ranks itself, by torch.multiprocessing, and a tool measures those that the "
+                "tool has started. Let the script train in its own process, as torchrun's scripts do, or start "
+                "them by hvd_trainer.run(function, num_processes=...), of which a tool takes the function"
+            )
+        if starts_ranks and world.size > 1:
             raise LaunchError(
                 f"The script starts its ranks itself, and {world.launcher} has started it {world.size} times. "
                 f"Start it once, without -np or a launcher: {COMMAND} run -- {' '.join(sys.argv)}"

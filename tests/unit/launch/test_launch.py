@@ -14,7 +14,7 @@ import pytest
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch.launchers import LAUNCHERS, choose_launcher, forget_outer_launchers
 from hvd_trainer.launch.slurm import expand_counts, slurm_job, slurm_step_id
-from hvd_trainer.launch.world import UNKNOWN, World, detect, lone_process_warning, may_be_first
+from hvd_trainer.launch.world import UNKNOWN, World, detect, lone_process_warning, may_be_first, rank_variables
 from hvd_trainer.rendezvous.ranks import (
     RankInfo,
     check_world,
@@ -292,6 +292,15 @@ def test_variables_of_a_pod_are_not_those_of_several_processes(case: str) -> Non
     with pytest.raises(LaunchError, match=rf"{words} .*Type before it: unset RANK WORLD_SIZE "):
         detect(environ)
     assert detect({**environ, "RANK": "3", "WORLD_SIZE": "6"}) == World.somewhere(3, 6, "hand")
+
+
+def test_a_rank_of_run_may_set_the_variables_of_a_smaller_job() -> None:
+    """It has horovodrun's beside those that were set by hand, and horovodrun has started nothing."""
+    world = World(0, 4, 0, 4)
+    environ = {**rank_variables("hand", world), **rank_variables("horovodrun", world)}
+    choose_launcher(environ, "hand")
+    smaller = detect({**environ, **rank_variables("hand", World(1, 2, 1, 2))})
+    assert (smaller.rank, smaller.size) == (1, 2)
 
 
 def test_prterun_that_tells_no_size_is_refused() -> None:

@@ -37,6 +37,7 @@ from hvd_trainer.measure.stack_record import (
     called_expression,
 )
 from hvd_trainer.measure.stacks import StackSampler
+from hvd_trainer.measure.trials import RunRecord
 from hvd_trainer.optim import step
 from hvd_trainer.tools.diagnose import cli, machine_use
 from hvd_trainer.tools.diagnose.actions import find_actions
@@ -585,6 +586,29 @@ def test_all_runs_are_sampled_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for label in (NORMAL, NO_EXCHANGE, ALONE):
         trials.run(replace(normal, label=label), 10)
     assert asked == [{"sample_stacks": True}] * 3
+
+
+def test_what_the_budget_does_not_suffice_for_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a second normal run that it ended, and of the further ones that were worth it, not a word was said."""
+    normal = MeasuredTrial(label=NORMAL, job=("train.py",), engine="ddp", ranks=2)
+    trials = Trials(normal, tmp_path / "out", 0.001)
+    killed = RunRecord({}, 2, "killed", 1.0, "had not ended after 1 s (--budget-s)")
+    trials.runner.last[killed.key, 1] = replace(killed, state="done")
+    with monkeypatch.context() as context:
+        context.setattr(trials.runner, "run", lambda *args, **kwargs: killed)
+        trials.run(normal, 10)
+
+    def run_once(*_: Any) -> RunRecord:
+        trials.profiles.append([make_rank(COMPUTE, reduce_for(20))] * 2)
+        trials.figures[NORMAL] = [{"step_s": 0.03, "work": FACTS}]
+        return replace(killed, state="done", seconds=9.0)
+
+    monkeypatch.setattr(trials, "run", run_once)
+    assert trials.measure() == ""
+    assert trials.runner.warnings == [
+        "a further run (normal) has failed: had not ended after 1 s (--budget-s)",
+        "--budget-s 0.001 did not suffice for further runs, which would explain the rest. Type --budget-s 0.002",
+    ]
 
 
 def test_a_trainer_job_is_known_before_it_has_come_to_its_end(tmp_path: Path) -> None:

@@ -166,10 +166,16 @@ def test_a_write_outside_is_named_once(user: Path, capsys: pytest.CaptureFixture
 def test_temporary_files_are_no_writes_outside(
     user: Path, inner: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where the tool is started in the folder of temporary files itself, or in one that is in it."""
+    """Also where the tool is started in the folder of temporary files itself, or in one that is in it.
+
+    `NamedTemporaryFile` opens that folder by its own name.
+    """
     monkeypatch.setenv("TMPDIR", str(user.parent))
     monkeypatch.chdir(user.parent / inner)
-    code = "import tempfile; tempfile.mkstemp(); open(tempfile.gettempdir() + '/elsewhere.txt', 'a').write('x')"
+    code = (
+        "import tempfile; tempfile.mkstemp(); tempfile.NamedTemporaryFile(); tempfile.TemporaryFile()\n"
+        "open(tempfile.gettempdir() + '/elsewhere.txt', 'a').write('x')"
+    )
     assert TrialRunner(user / "out").run(trial_of(code, 1)).state == "done"
     assert capsys.readouterr().err == ""
 
