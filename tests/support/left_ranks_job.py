@@ -7,6 +7,7 @@ longest.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -22,11 +23,11 @@ from horovod.runner.http.http_server import RendezvousServer
 
 RANKS, TENSORS = 4, 200
 """So many tensors that a rank is always between two of them."""
-LIMIT_S, GLOO_LIMIT_S = 10, 300
+LIMIT_S, GLOO_LIMIT_S = 60, 300
 
 
-def exchange(slot: SlotInfo, port: int, begun: int) -> None:
-    """Exchange tensors until that fails."""
+def exchange(slot: SlotInfo, port: int, begun: int, *, waits: bool) -> None:
+    """Exchange tensors until that fails, and wait for the results, or ask for further ones all the time."""
     os.environ |= create_slot_env_vars(slot)
     os.environ |= {name: str(value) for name, value in create_run_env_vars("127.0.0.1", ["lo"], port).items()}
     # As our backend has it, and each tensor by itself.
@@ -36,8 +37,11 @@ def exchange(slot: SlotInfo, port: int, begun: int) -> None:
     hvd.init()
     os.write(begun, b"!")
     with suppress(hvd.HorovodInternalError):
-        while True:
-            handles = [hvd.allreduce_async_(torch.ones(2), name=str(i), op=hvd.Sum) for i in range(TENSORS)]
+        for i in itertools.count():
+            if not waits:
+                hvd.allreduce_async_(torch.ones(2), name=str(i), op=hvd.Sum)
+                continue
+            handles = [hvd.allreduce_async_(torch.ones(2), name=str(k), op=hvd.Sum) for k in range(TENSORS)]
             for handle in handles:
                 while not hvd.poll(handle):
                     time.sleep(1e-4)
@@ -46,7 +50,7 @@ def exchange(slot: SlotInfo, port: int, begun: int) -> None:
 
 
 def main(times: int) -> None:
-    for _ in range(times):
+    for repetition in range(times):
         server = RendezvousServer(0)
         slots = get_host_assignments(parse_hosts(f"localhost:{RANKS}"), RANKS)
         port = server.start()
@@ -58,7 +62,7 @@ def main(times: int) -> None:
             if pid == 0:
                 signal.alarm(LIMIT_S)
                 try:
-                    exchange(slot, port, writer)
+                    exchange(slot, port, writer, waits=repetition % 2 == 0)
                     os._exit(0)
                 finally:
                     os._exit(1)
