@@ -281,7 +281,7 @@ def test_sigterm_while_a_step_starts_ends_the_step(monkeypatch: pytest.MonkeyPat
             run_logged("Horovod must be compiled.", Start(["sleep", "600"]), tmp_path / "log")
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert not psutil.pid_exists(PopenDuringSigterm.last)
+    wait_for(lambda: not psutil.pid_exists(PopenDuringSigterm.last))
 
 
 def test_second_installer_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,7 +295,7 @@ def test_second_installer_waits_for_the_first(tmp_path: Path, capsys: pytest.Cap
             waiting = thread.submit(second)
             wait_for(lambda: "waiting for another installer" in capsys.readouterr().out)
             assert not waiting.done()
-        assert waiting.result(10)
+        assert waiting.result(PATIENCE_S)
 
 
 def test_no_x86_extensions_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
