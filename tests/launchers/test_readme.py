@@ -66,8 +66,8 @@ OF_OTHERS = {
     *("--elastic-timeout", "--host-discovery-script", "--max-np", "--min-np", "--network-interfaces"),
     # Docker
     *("--build-arg", "--detach", "--device", "--ipc", "--profile", "--shm-size", "--time", "--ulimit", "--user"),
-    # Apptainer, py-spy, scripts for torch.distributed.launch, pytest, and a script of the reader
-    *("--nv", "--pid", "--local_rank", "--cold", "--junitxml", "--last-failed", "--snapshot"),
+    # Apptainer, py-spy, scripts for torch.distributed.launch, pytest in tests/gpu, and a script of the reader
+    *("--nv", "--pid", "--local_rank", "--cold", "--junitxml", "--last-failed", "--minutes", "--snapshot"),
 }
 
 
