@@ -214,7 +214,6 @@ class HorovodBackend(Backend):
         if self._reducer is None:
             return
         if not self.options.find_unused_parameters:
-            self.check_unused(optimizer)
             self._reducer.finish()
             return
         unused = unused_everywhere(optimizer, lambda flags: self.collectives.all_reduce(flags, "max"))

@@ -2,6 +2,7 @@
 
 from hvd_trainer.data.batch import Batch, mean_samples, samples_in, samples_taken
 from hvd_trainer.data.batch_source import BatchSource
+from hvd_trainer.data.comparison import check_same_data
 from hvd_trainer.data.data_loader import DrawnBatches, draw_batches
 from hvd_trainer.data.dataset import Normalise, TensorData
 from hvd_trainer.data.factory import make_loader
@@ -17,6 +18,7 @@ __all__ = [
     "LoaderPlan",
     "Normalise",
     "TensorData",
+    "check_same_data",
     "draw_batches",
     "make_loader",
     "mean_samples",

@@ -66,7 +66,7 @@ class _Stream(IterableDataset[Any]):
             if position < 0:
                 continue
             if place == 0 and self.is_compared:
-                fingerprint = Fingerprint(fingerprint.after, _extended(fingerprint.after, sample))
+                fingerprint = Fingerprint(fingerprint.after, extended(fingerprint.after, sample))
             if step % workers == number and place % self.size == self.rank:
                 yield Marked(fingerprint, sample) if place == self.rank else sample
 
@@ -146,12 +146,14 @@ class StreamLoader(Loader):
             yield batch
 
 
-def _extended(fingerprint: int, sample: Any) -> int:
+def extended(fingerprint: int, sample: Any) -> int:
     """Return a fingerprint that a further sample is added to; of an object of no known kind its type counts."""
     digest = hashlib.blake2b(fingerprint.to_bytes(4, "big"), digest_size=4)
     for leaf in tree_leaves(sample):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            digest.update(as_bytes(leaf.detach().cpu().contiguous()).numpy().tobytes())
+            digest.update(
+                as_bytes(leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
+            )
         elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
             digest.update(leaf.tobytes())
         elif isinstance(leaf, str | bytes | int | float | np.generic):

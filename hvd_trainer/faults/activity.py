@@ -12,7 +12,7 @@ BACKWARD, COLLECTIVE, END = "backward", "collective", "end"
 MIN_DEVICE_LAG_S = 1.0
 """The device is asked whether it is in a collective only if the host has made no progress for so long: the
 driver's call may block while another thread waits for space in the device's queue."""
-LONG_PHASES = ("start", "epoch", "save", "callback")
+LONG_PHASES = ("start", "epoch", "save", "callback", "script")
 """Phases that may take as long as the start: they make loaders and metrics, write files or run a user's code."""
 
 

@@ -37,7 +37,7 @@ PHASES = {
     "torch.nn": "forward",
 }
 """By the names under which modules were imported, the more special ones first: a user's folders tell nothing."""
-USERS_CODE = "callback"
+USERS_CODE = "script"
 POLLING = ("hvd_trainer.hvd", "hvd_trainer.c10d")
 """Their code changes its place while it waits."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 PHASES = (
     *("start", "data", "forward", "backward", "collective", "step", "save", "evaluate", "epoch", "callback"),
-    *("trained", "end"),
+    *("script", "trained", "end"),
 )
 _LAYOUT = struct.Struct("qB")
 

@@ -14,7 +14,7 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.backends.model_sync import check_same_model
 from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.options import ParallelOptions, TrainerOptions
-from hvd_trainer.data import draw_batches
+from hvd_trainer.data import check_same_data, draw_batches
 from hvd_trainer.errors import OptionError
 from hvd_trainer.optim.loss_module import modules_of
 from hvd_trainer.optim.reproducible import computing
@@ -102,6 +102,7 @@ def _make_evaluation(
     plan: BatchPlan | None,
 ) -> Evaluation:
     backend, data = step.backend, inputs.data
+    check_same_data(backend, data=data)
     drawn = draw_batches(data, backend, options.train.seed)
     if plan is None:
         whole = data.batch_size if isinstance(data, DataLoader) else None

@@ -28,7 +28,7 @@ from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.checks import refuse
 from hvd_trainer.config.figures import StopCondition
 from hvd_trainer.config.options import TrainerOptions
-from hvd_trainer.data import DrawnBatches, Loader, draw_batches
+from hvd_trainer.data import DrawnBatches, Loader, check_same_data, draw_batches
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import observer
 from hvd_trainer.observe.callback import Callback, Observer, RunView, with_state
@@ -169,6 +169,7 @@ class TrainingRun(RunView):
             OptionError, DataError: the data does not go with the options.
         """
         options, backend, seed = self.options, self.backend, self.options.train.seed
+        check_same_data(backend, train_data=inputs.train_data, val_data=inputs.val_data)
         drawn = draw_batches(inputs.train_data, backend, seed)
         plan = self._make_plan(inputs.train_data, drawn)
         loading = Loading(

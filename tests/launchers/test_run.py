@@ -582,7 +582,7 @@ FAULTS = [
     # The traceback has the script's own lines only.
     case("script", "ddp", "raise", (1,), OWN_LINE, PLANTED),
     # It was said to have raised in the exchange for which it had waited.
-    case("script", "ddp", "raise after an exchange", (1,), "step 1, callback: raised an exception", PLANTED),
+    case("script", "ddp", "raise after an exchange", (1,), "step 1, script: raised an exception", PLANTED),
     # The other rank waits in a barrier, in C++, and is not the one to blame.
     case("script", "ddp", "hang", (1,), r"has made no progress for \d+ s", ASLEEP),
     # It was left to the parent, as for `hvd_trainer.run`, and the command's parent prints nothing.

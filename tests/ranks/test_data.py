@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import data_checks
+import parts_of_data
 import pytest
 import torch.distributed as dist
 from data_checks import BATCH, FEW, NUM, STREAMS, WAYS
@@ -100,6 +101,19 @@ def test_ranks_that_read_other_samples_are_refused(facts: list[dict[str, Any]], 
         errors = rank["undeclared"][way, head]
         assert len(errors) == (2 if len(facts) > 1 else 0), "of the training and of the evaluation"
         assert all("Parts gives each rank other samples" in text for text in errors)
+
+
+@pytest.mark.parametrize(("backend", "size"), [("ddp", 3), pytest.param("horovod", 2, marks=requires("horovod"))])
+def test_ranks_that_are_given_parts_of_the_data_are_refused(backend: str, size: int) -> None:
+    """Each rank trained on its share of its own part, with the exit code 0."""
+    for rank in in_ranks(size, parts_of_data.report, backend):
+        for name, (_, what) in parts_of_data.PARTS.items():
+            for argument, text in zip(("train_data", "val_data", "data"), rank[name], strict=True):
+                assert text.startswith(f"{argument} "), (name, text)
+                assert what in text, name
+                assert "random_split(..., generator=torch.Generator().manual_seed(0))" in text
+        assert "val_data is TensorDataset on rank 1 and None on rank 0" in rank["no data on rank 0"]
+        assert rank["alike"] == dict.fromkeys(parts_of_data.ALIKE, "nothing")
 
 
 def test_loader_processes_that_read_other_samples_are_refused(facts: list[dict[str, Any]]) -> None:
