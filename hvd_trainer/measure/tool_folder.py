@@ -20,7 +20,7 @@ from typing import IO
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.start import end_processes, exit_on_sigterm
-from hvd_trainer.utils.files import find_unsafe_path, read_regular
+from hvd_trainer.utils.files import find_file_in_the_way, find_unsafe_path, read_regular
 
 MARKER = ".hvd-trainer-folder"
 """The file that says whose folder it lies in."""
@@ -39,6 +39,8 @@ def locked_folder(out: Path, tool: str) -> Iterator[Path]:
     """
     folder = out.expanduser().resolve()
     try:
+        if file := find_file_in_the_way(folder):
+            raise OptionError(f"--out {folder}: {file}")
         folder.mkdir(parents=True, exist_ok=True)
         marker = _open_marker(folder, tool)
     except OSError as error:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TextIO
 
-from hvd_trainer.utils.files import find_unsafe_path, read_regular, write_atomically
+from hvd_trainer.utils.files import find_file_in_the_way, find_unsafe_path, read_regular, write_atomically
 
 METRICS, FACTS, LOCK, JOB, CONFIG = "metrics.jsonl", "run.json", ".lock", ".job", "config.yaml"
 FOLDERS = ("failures", "profile")
@@ -54,9 +54,8 @@ class RunFolder:
             Why it cannot be written to, or None.
         """
         try:
-            for place in (self.path, *self.path.parents):
-                if place.exists() and not place.is_dir():
-                    return f"{place} is a file, and no folder. Name another one"
+            if file := find_file_in_the_way(self.path):
+                return file
             self.path.mkdir(parents=True, exist_ok=True)
             if self._checkpoints.is_symlink() and not self._checkpoints.is_dir():
                 return (

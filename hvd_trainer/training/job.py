@@ -15,7 +15,13 @@ from typing import NoReturn, TypeVar, cast
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.parser import parse
 from hvd_trainer.errors import LaunchError, OptionError, PeerError, PreemptedError, UserError
-from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, GRACE_S, reporter, wait_for_launcher
+from hvd_trainer.faults.failure_report import (
+    CRASH_EXIT_CODE,
+    GRACE_S,
+    reporter,
+    wait_for_launcher,
+    write_torchrun_error,
+)
 from hvd_trainer.launch.slurm import slurm_step_id
 from hvd_trainer.launch.world import World, detect, find_world, is_elastic, lone_process_warning, may_be_first
 from hvd_trainer.observe.log_handler import install_handler
@@ -85,6 +91,8 @@ def _report(error: BaseException) -> int:
         case SystemExit(code=code):
             if not isinstance(code, int | None):
                 sys.stderr.write(f"{code}\n")
+                if not reporter.has_reported:
+                    write_torchrun_error(str(code), os.environ)
             return code if isinstance(code, int) else int(code is not None)
         case KeyboardInterrupt():
             if _is_first():

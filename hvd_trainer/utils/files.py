@@ -50,6 +50,14 @@ def read_regular(file: Path, max_bytes: int) -> bytes:
     return content
 
 
+def find_file_in_the_way(folder: Path) -> str | None:
+    """Return an error about a file that stands where a folder, or one above it, is to be; else None."""
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            return f"{place} is a file, and no folder. Name another one"
+    return None
+
+
 def find_unsafe_path(folder: Path, names: Iterable[str]) -> str | None:
     """Return an error about the first link or special file among these paths, or below them; else None.
 

@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
 
         code = prove(migrated, scripts[0], argv[place + 1 :], options.np, options.steps, options.out)
     elif not options.json:
-        done = "changed" if options.write else "to change: add --write"
+        done = "changed" if options.write else "to change: add --write" if changed else "to change"
         print(f"\n{plural(len(changed), 'file')} {done}")
         if any(re.search(WRAPS, file.after) and not re.search(WRAPS, file.before) for file in changed):
             print(UNUSED)

@@ -772,11 +772,16 @@ def test_commands_of_other_programs_stay(script: Path, capsys: pytest.CaptureFix
     assert beside.read_text().startswith("mpirun -np 4 ./solver\nmpirun -np 2 python other.py\n")
 
 
-def test_a_check_changes_nothing_and_tells_whether_a_file_would_change(script: Path) -> None:
+def test_a_check_changes_nothing_and_tells_whether_a_file_would_change(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert migrate_cli.main([str(script), "--check"]) == 1
+    assert "\n1 file to change: add --write\n" in capsys.readouterr().out
     assert script.read_text() == CASES["world"].before
     assert migrate_cli.main([str(script), "--write", "--force"]) == 0
+    capsys.readouterr()
     assert migrate_cli.main([str(script), "--check"]) == 0
+    assert capsys.readouterr().out == "\n0 files to change\n"  # "add --write", where nothing would be written
 
 
 @pytest.mark.parametrize("write", [False, True])

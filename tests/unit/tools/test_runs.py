@@ -246,6 +246,22 @@ def test_trial_runner_keeps_the_log_folder_of_a_failed_run(tmp_path: Path) -> No
     assert (run.state, (tmp_path / "kept").is_dir()) == ("failed", True)
 
 
+@pytest.mark.parametrize(
+    ("before", "text"),
+    [
+        (["-m", "hvd_trainer", "run", "--"], "import sys; sys.exit('no data here')"),
+        ([], "import sys, hvd_trainer as h; h.run_job(h.TrainerOptions, lambda _: sys.exit('no data here'), [])"),
+    ],
+)
+def test_text_with_which_a_job_exits_is_why_it_failed(before: list[str], text: str, tmp_path: Path) -> None:
+    """The tools said "exit code 1"."""
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    start = Start([sys.executable, *before, str(script)])
+    run = TrialRunner(tmp_path / "out").run(CodeTrial("", {}, lambda _: start, lambda _: None))
+    assert (run.state, run.note) == ("failed", "no data here")
+
+
 def test_runs_know_their_go_and_what_was_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = TrialRunner(tmp_path)
     first.warn("other programs are at work")
