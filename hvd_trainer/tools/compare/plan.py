@@ -220,8 +220,8 @@ def read_axes(texts: Sequence[str], job: Sequence[str] = ()) -> list[Axis]:
     """Return the axes of `--vary chunks=1,2,4`.
 
     Raises:
-        OptionError: one has no name or no values, comes twice, has an option of its own, or is no option of the
-            job, as far as its options are known.
+        OptionError: one has no name or no values, comes twice or has a value twice, has an option of its own, or is
+            no option of the job, as far as its options are known.
     """
     axes: list[Axis] = []
     kind = BUNDLED.get(job[1]) if job[:1] == ("-m",) else None
@@ -243,5 +243,7 @@ def read_axes(texts: Sequence[str], job: Sequence[str] = ()) -> list[Axis]:
             raise OptionError(f"--vary {text}: {job[1]} has no option --{typed}{near} See its --help-all")
         if any(axis.name == name for axis in axes):
             raise OptionError(f"--vary {name} is given twice: put all its values into one list")
-        axes.append(Axis(name, tuple(dict.fromkeys(listed)), f"--{typed}"))
+        if len({*listed}) < len(listed):
+            raise OptionError(f"--vary {text}: a value is there twice, and each is compared with the first")
+        axes.append(Axis(name, tuple(listed), f"--{typed}"))
     return axes

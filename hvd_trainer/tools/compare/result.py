@@ -233,7 +233,7 @@ class Comparison:
         """A sentence for each thing that cannot be seen of a script."""
         runs = [run.figures for run in self.runs if not run.figures["work"].get("on_trainer")]
         texts = {
-            "The exchange is not seen apart: DistributedDataParallel waits for it in the backward pass.": any(
+            "The exchange is not seen apart: it is part of the backward pass, or of the script's own calls.": any(
                 "exchange" not in figures.get("parts", {}) for figures in runs
             ),
             "A script fetches its batches without a DataLoader: its samples are not seen.": any(

@@ -69,6 +69,7 @@ def words_for(tool: ModuleType, folder: Path) -> list[str]:
         # Eight jobs were started for it.
         (compare, ["--vary", "batchsize=1,2"], r"no option --batchsize: did you mean batch-size\? See"),
         (compare, ["--vary", "chunks=1", "--vary", "chunks=2"], "--vary chunks is given twice"),
+        (compare, ["--vary", "threads=1,1"], "--vary threads=1,1: a value is there twice"),
         (compare, ["--vary", "ranks=1,2"], "--vary ranks=1,2: type --np 1,2,4"),
         (compare, ["--vary", "backend=ddp"], "--vary backend=ddp: type --backend horovod,ddp"),
         (compare, ["--vary", "threads=1,x"], "--vary threads=x: type numbers of CPU threads"),
