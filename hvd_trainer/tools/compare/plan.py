@@ -220,8 +220,8 @@ def read_axes(texts: Sequence[str], job: Sequence[str] = ()) -> list[Axis]:
     """Return the axes of `--vary chunks=1,2,4`.
 
     Raises:
-        OptionError: one has no name or no values, comes twice or has a value twice, has an option of its own, or is
-            no option of the job, as far as its options are known.
+        OptionError: one has no name or no values, comes twice or has a value twice, has an option of its own, or
+            is no option of the job, as far as its options are known.
     """
     axes: list[Axis] = []
     kind = BUNDLED.get(job[1]) if job[:1] == ("-m",) else None
