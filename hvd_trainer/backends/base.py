@@ -405,8 +405,6 @@ class Backend(Engine, ABC):
         """
         activity = self.activity
         activity.enter(COLLECTIVE)
-        if not self.options.find_unused_parameters:
-            self.check_unused(optimizer)
         self._finish_exchange(optimizer)
         if self._exchange_monitor is not None:
             self._exchange_monitor.mark()

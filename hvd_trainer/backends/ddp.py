@@ -205,5 +205,7 @@ class DDPBackend(Backend):
         return group
 
     def _finish_exchange(self, optimizer: Optimizer) -> None:
+        if not self.options.find_unused_parameters:
+            self.check_unused(optimizer)
         if self._reducer is not None:
             self._reducer.finish()

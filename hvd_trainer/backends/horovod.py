@@ -211,12 +211,14 @@ class HorovodBackend(Backend):
         self._reducer = self._make_bucket_reducer(stage, self.collectives.process_set, passes=passes)
 
     def _finish_exchange(self, optimizer: Optimizer) -> None:
+        may_be_unused = self.options.find_unused_parameters
+        if not may_be_unused:
+            self.check_unused(optimizer)  # on one rank, too, which exchanges nothing
         if self._reducer is None:
             return
-        if not self.options.find_unused_parameters:
-            self._reducer.finish()
-            return
-        unused = unused_everywhere(optimizer, lambda flags: self.collectives.all_reduce(flags, "max"))
+        unused = []
+        if may_be_unused:
+            unused = unused_everywhere(optimizer, lambda flags: self.collectives.all_reduce(flags, "max"))
         self._reducer.finish()
         for parameter in unused:
             parameter.grad = None

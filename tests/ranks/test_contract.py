@@ -314,7 +314,9 @@ class TwoBranches(nn.Module):
 
 @check()
 def unused_parameter_is_named(backend: Backend) -> None:
-    """Also on one rank: Horovod and one process without an engine trained what all others refused."""
+    """Also on one rank, where Horovod trained what DDP refused."""
+    if backend.name == "single":
+        return  # as PyTorch by hand
     model = TwoBranches()
     prepared, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     backward(backend, prepared, 1.0)
