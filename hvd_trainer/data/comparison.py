@@ -24,11 +24,11 @@ from hvd_trainer.data.stream import extended
 MAX_ELEMENTS = 2**14
 """Elements of a tensor that are read, evenly spaced."""
 MAX_INDICES = 64
-"""The same for indices of a subset."""
+"""Indices of a subset that are compared, evenly spaced."""
 
 
 class DataFacts(NamedTuple):
-    """What is known of a data set without a read."""
+    """Type, length and fingerprint of a data set, of which no file is read and no sample is computed."""
 
     kind: str
     samples: int | None

@@ -24,7 +24,7 @@ COUNT = accelerator.count(KIND)
 ON_CUDA = KIND == "cuda"
 SMI = "nvidia-smi"
 LIMIT_S = 120.0
-"""Of what a test starts: whatever takes longer hangs, and the other tests need the time."""
+"""Time limit of each launch: one that takes longer hangs, and the other tests need the time."""
 ANSWER_S = 30.0
 launch = partial(launchers.launch, timeout_s=LIMIT_S)
 InRanks = Callable[..., list[Any]]

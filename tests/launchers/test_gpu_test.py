@@ -110,7 +110,7 @@ def test_no_test_begins_when_time_is_over(tmp_path: Path) -> None:
 
 
 def test_report_names_what_hangs_and_a_common_cause_once() -> None:
-    """Of a run that is killed the report is left, which did not name the test that hung."""
+    """The report of a run that was killed did not name the test that hung."""
     place = ("tests/gpu/test_a.py", 1, "test")
     failed = {name: [pytest.TestReport(name, place, {}, "failed", "no nvcc", "setup")] for name in ("a", "b")}
     text = markdown({}, {**failed, "c": []})

@@ -312,7 +312,7 @@ def check_models_of_the_same_names_at_once() -> None:
                 (model(torch.tensor([0])) * factor * (hvd.rank() + 1.0)).sum().backward()
             for factor, (model, optimizer) in enumerate(zip(models, optimizers, strict=True), 1):
                 optimizer.step()
-                assert model.weight.grad.to_dense().tolist() == [[1.5 * factor] * 2]
+                assert model.weight.grad.to_dense().tolist() == [[(hvd.size() + 1) / 2 * factor] * 2]
                 optimizer.zero_grad()
 
 
@@ -675,6 +675,12 @@ def outcomes() -> list[dict[str, str | None]]:
 @pytest.mark.parametrize("name", CHECKS)
 def test_in_two_ranks(name: str, outcomes: list[dict[str, str | None]]) -> None:
     assert not [f"rank {rank}:\n{its[name]}" for rank, its in enumerate(outcomes) if its[name]]
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_optimizers_of_the_same_names_on_more_ranks(ranks: int) -> None:
+    check = check_models_of_the_same_names_at_once
+    assert in_ranks(ranks, run_checks, {"check": check}) == [{"check": None}] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

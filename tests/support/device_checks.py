@@ -294,7 +294,7 @@ def seed_device(number: int) -> None:
 
 
 def drawn_numbers(engine: str) -> tuple[int, None]:
-    """What transforms and virtual ranks draw depends on no earlier numbers, and transforms change no others."""
+    """Transforms and virtual ranks draw the same numbers after any others, and transforms change no others."""
     from trainings import fit, options_of, signs
 
     from hvd_trainer import TensorData

@@ -105,7 +105,8 @@ ALIKE: dict[str, Callable[[int, int], Any]] = {
 }
 
 
-def said(call: Callable[[], Any]) -> str:
+def refusal(call: Callable[[], Any]) -> str:
+    """Return the text of the DataError that a call raises; `nothing` if it raises none."""
     try:
         call()
     except DataError as error:
@@ -124,16 +125,16 @@ def report(backend: str) -> dict[str, Any]:
         rank, size = trainer.world.rank, trainer.world.size
         model, loss = nn.Linear(2, 1), nn.functional.mse_loss
         fit = partial(trainer.fit, model, torch.optim.SGD(model.parameters(), lr=1e-6), loss)
-        found: dict[str, Any] = {}
+        texts: dict[str, Any] = {}
         for name, (part, _) in PARTS.items():
-            mine = part(rank, size)
+            data = part(rank, size)
             calls = (
-                partial(fit, mine),
-                partial(fit, WHOLE, mine),
-                partial(trainer.evaluate, model, loss, mine),
+                partial(fit, data),
+                partial(fit, WHOLE, data),
+                partial(trainer.evaluate, model, loss, data),
             )
-            found[name] = [said(call) for call in calls]
-            assert getattr(mine, "reads", 0) == 0
-        found["no data on rank 0"] = said(partial(fit, WHOLE, WHOLE if rank else None))
-        found["alike"] = {name: said(partial(fit, whole(rank, size))) for name, whole in ALIKE.items()}
-        return found
+            texts[name] = [refusal(call) for call in calls]
+            assert getattr(data, "reads", 0) == 0
+        texts["no data on rank 0"] = refusal(partial(fit, WHOLE, WHOLE if rank else None))
+        texts["alike"] = {name: refusal(partial(fit, whole(rank, size))) for name, whole in ALIKE.items()}
+        return texts

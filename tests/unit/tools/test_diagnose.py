@@ -589,7 +589,7 @@ def test_all_runs_are_sampled_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_the_budget_does_not_suffice_for_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a second normal run that it ended, and of the further ones that were worth it, not a word was said."""
+    """No warning named a second normal run that the budget had ended, nor further runs that it left out."""
     normal = MeasuredTrial(label=NORMAL, job=("train.py",), engine="ddp", ranks=2)
     trials = Trials(normal, tmp_path / "out", 0.001)
     killed = RunRecord({}, 2, "killed", 1.0, "had not ended after 1 s (--budget-s)")
