@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -85,6 +86,14 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
         return text
 
     return read
+
+
+@pytest.fixture(autouse=True)
+def _random_numbers_are_the_same_in_each_run() -> None:
+    random.seed(0)
+    # Not imported here: a test that does not use torch shall not wait for it.
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
