@@ -52,21 +52,9 @@ def test_rows_are_options_that_there_are() -> None:
 def run_on_pretend_device(selected: str, folder: Path, *more: str, fault: str | None = None) -> Result:
     """Run some of the tests there; their reports are in the folder."""
     build.build()
-    command = [
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "tests/gpu",
-        "-k",
-        selected,
-        "--junitxml",
-        str(folder / "gpu.xml"),
-        *("--minutes", "60"),
-        *more,
-    ]
+    words = f"-m pytest -m gpu tests/gpu --minutes 60 --junitxml {folder / 'gpu.xml'}".split()
     environment = {startup.DEVICE: "as queued", startup.FAULT: fault}
-    return launch("python", 1, command, env=environment, timeout_s=1400, check=False)
+    return launch("python", 1, [*words, "-k", selected, *more], env=environment, timeout_s=1400, check=False)
 
 
 def outcomes(folder: Path) -> Sequence[ElementTree.Element]:

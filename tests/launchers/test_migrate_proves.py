@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launchers import REPOSITORY, SCRIPTS, launch, requires
@@ -13,24 +14,22 @@ SCRIPT = (SCRIPTS / "horovod_mnist.py").read_text()
 STATE = "hvd.broadcast_optimizer_state(optimizer, root_rank=0)\n"
 
 
+def proved(tmp_path: Path, *paths: Path, ranks: int = 2, job: str = "", **how: Any) -> tuple[int, str]:
+    """Return the exit code of `migrate --prove` and what was printed.
+
+    Args:
+        job: words for the script.
+        how: of the launch.
+    """
+    options = f"--prove -np {ranks} --steps 4 --out {tmp_path / 'proof'} -- {job}".split()
+    result = launch("python", 1, ["-m", "hvd_trainer", "migrate", *paths, *options], check=False, **how)
+    return result.returncode, result.stdout
+
+
 def prove(tmp_path: Path, script: str, ranks: int = 2) -> tuple[int, str]:
-    """Return the exit code and what was printed."""
     path = tmp_path / "train.py"
     path.write_text(script)
-    words = [
-        "migrate",
-        str(path),
-        "--prove",
-        "-np",
-        str(ranks),
-        "--steps",
-        "4",
-        "--out",
-        str(tmp_path / "proof"),
-        "--",
-    ]
-    result = launch("python", 1, ["-m", "hvd_trainer", *words, "--epochs", "1"], check=False)
-    return result.returncode, result.stdout
+    return proved(tmp_path, path, ranks=ranks, job="--epochs 1")
 
 
 @requires("horovod")
@@ -100,27 +99,9 @@ def test_a_script_beside_its_package_is_proved_with_it(tmp_path: Path) -> None:
     text += "assert __file__.rpartition('/bin')[0] == world.__file__.rpartition('/nets')[0], world.__file__\n"
     script.write_text(text.replace("hvd.init", "world.begin").replace("0.1", "world.RATE"))
     assert wrap in text
-    words = [
-        str(script),
-        str(package),
-        "--prove",
-        "-np",
-        "2",
-        "--steps",
-        "3",
-        "--out",
-        str(tmp_path / "proof"),
-        "--",
-    ]
-    result = launch(
-        "python",
-        1,
-        ["-m", "hvd_trainer", "migrate", *words],
-        check=False,
-        env={"PYTHONPATH": f"{tmp_path}/job:{REPOSITORY}"},
-    )
-    assert "old and new: the same bits through 3 steps" in result.stdout, result.stdout
-    assert result.returncode == 0
+    code, printed = proved(tmp_path, script, package, env={"PYTHONPATH": f"{tmp_path}/job:{REPOSITORY}"})
+    assert "old and new: the same bits through 4 steps" in printed, printed
+    assert code == 0
 
 
 @pytest.mark.long

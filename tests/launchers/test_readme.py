@@ -272,22 +272,8 @@ def test_options_in_commands_exist() -> None:
 
 def test_options_in_prose_and_of_launchers_exist() -> None:
     known = {"--help", "--help-all", *OF_OTHERS}
-    for what in (
-        "hvd_trainer.mnist",
-        "hvd_trainer.imdb",
-        "hvd_trainer install-horovod",
-        "hvd_trainer export",
-        "hvd_trainer migrate",
-        "hvd_trainer compare",
-        "hvd_trainer diagnose",
-        "hvd_trainer parity",
-        "hvd_trainer verify-resume",
-        "hvd_trainer run",
-        "hvd_trainer doctor",
-        "benchmarks",
-        "benchmarks.idioms",
-        "benchmarks.to_target",
-    ):
+    jobs = ("hvd_trainer.mnist", "hvd_trainer.imdb", "benchmarks", "benchmarks.idioms", "benchmarks.to_target")
+    for what in (*jobs, *(f"hvd_trainer {tool}" for tool in cli.MODULES)):
         known |= documents.options_in(help_of(what))
     for document in documents.ALL:
         typed = (command for block in documents.blocks(document) for command in block.commands())

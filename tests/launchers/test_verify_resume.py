@@ -57,18 +57,8 @@ for step in range(made + 1, steps + 1):
 dist.destroy_process_group()
 """
 DIGITS = [
-    "-m",
-    "hvd_trainer.mnist",
-    "--dataset",
-    "digits",
-    "--repeat",
-    "1",
-    "--epochs",
-    "3",
-    "--batch-size",
-    "64",
-    "--save-every-steps",
-    "2",
+    *("-m", "hvd_trainer.mnist", "--dataset", "digits", "--repeat", "1", "--epochs", "3", "--batch-size", "64"),
+    *("--save-every-steps", "2"),
 ]
 RESUMING = ["--log-dir", "{folder}/log", "--resume", "auto"]
 

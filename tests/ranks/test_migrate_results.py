@@ -320,114 +320,59 @@ STARTED_TWICE = BEGIN.replace("hvd.init()", "def start():\n    hvd.init()\n\n\ns
 OF_JOB = JOB.partition("job = ")
 ADASUM = BEGIN + MODEL + WRAP.replace("named_p", "op=hvd.Adasum, named_p", 1) + STEPS
 ELASTIC = BEGIN + "@hvd.elastic.run\ndef train(state):\n    state.commit()\n"
+
+
+def case(*parts: str, begin: str = BEGIN, left: bool = False, **modules: str) -> tuple[dict[str, str], bool]:
+    """Return the files of a script, which comes last, and whether something in it is left."""
+    return {**modules, "train": begin + "".join(parts)}, left
+
+
+TRAINED = MODEL + WRAP + STEPS
 CASES = {
-    "a subclass trains": ({"train": BEGIN + JOB}, False),
-    "a model of another file's object": (
-        {
-            "job": BEGIN + OF_JOB[0],
-            "train": "import torch\nfrom job import Absolute, hvd\n\n" + "".join(OF_JOB[1:]),
-        },
-        False,
+    "a subclass trains": case(JOB),
+    "a model of another file's object": case(
+        *("from job import Absolute, hvd\n\n", *OF_JOB[1:]), begin="import torch\n", job=BEGIN + OF_JOB[0]
     ),
-    "by a module's attribute": ({"world": WORLD, "train": OF_WORLD}, False),
-    "started twice": ({"train": STARTED_TWICE + MODEL + WRAP + STEPS + RESULT}, False),
-    "by a dictionary": (
-        {"train": BEGIN + CONTAINER + MODEL + WRAP + STEPS + BY_PARTS + RESULT},
-        True,
+    "by a module's attribute": case(OF_WORLD, begin="", world=WORLD),
+    "started twice": case(TRAINED, RESULT, begin=STARTED_TWICE),
+    "by a dictionary": case(CONTAINER, TRAINED, BY_PARTS, RESULT, left=True),
+    "kept before it is wrapped": case(
+        *(CONTAINER, MODEL, "parts = {'model': model}\n", WRAP, STEPS),
+        *("parts['optimizer'] = optimizer\ntrain(parts)\n", RESULT),
+        left=True,
     ),
-    "kept before it is wrapped": (
-        {
-            "train": BEGIN
-            + CONTAINER
-            + MODEL
-            + "parts = {'model': model}\n"
-            + WRAP
-            + STEPS
-            + "parts['optimizer'] = optimizer\ntrain(parts)\n"
-            + RESULT
-        },
-        True,
+    "by another name": case(
+        MODEL, "net = model\n", WRAP, STEPS, STEPS.replace("model(", "net("), RESULT, left=True
     ),
-    "by another name": (
-        {"train": BEGIN + MODEL + "net = model\n" + WRAP + STEPS + STEPS.replace("model(", "net(") + RESULT},
-        True,
+    "in turns": case(MODEL, WRAP, IN_TURNS, RESULT),
+    "a rate of rank 0": case(TRAINED, RATE, STEPS, RESULT),
+    "a resume elsewhere": case("from helper import restore\n", TRAINED, RESUME, STEPS, RESULT, helper=RESTORE),
+    "saved elsewhere": case("from helper import *\n", TRAINED, "result = keys(model)", helper=KEYS),
+    "two passes of one output": case(MODEL, TWICE, TWO_PASSES, RESULT, left=True),
+    "a factory that trains": case(FACTORY, STEPS, RESULT, left=True),
+    "a factory": case(FACTORY.replace(FIRST_STEP, ""), STEPS, RESULT),
+    # Without a collective, a rank may leave its Gloo group while another still connects to it.
+    "under a condition": case(
+        MODEL, "if 2 < hvd.size():\n    ", WRAP, STEPS, "result = model.state_dict()\nhvd.barrier()"
     ),
-    "in turns": ({"train": BEGIN + MODEL + WRAP + IN_TURNS + RESULT}, False),
-    "a rate of rank 0": ({"train": BEGIN + MODEL + WRAP + STEPS + RATE + STEPS + RESULT}, False),
-    "a resume elsewhere": (
-        {
-            "helper": RESTORE,
-            "train": BEGIN + "from helper import restore\n" + MODEL + WRAP + STEPS + RESUME + STEPS + RESULT,
-        },
-        False,
+    "in an expression": case(
+        MODEL, f"optimizer = {WRAP[12:-1]} if hvd.size() > 2 else optimizer\n", STEPS, RESULT, "hvd.barrier()"
     ),
-    "saved elsewhere": (
-        {
-            "helper": KEYS,
-            "train": BEGIN + "from helper import *\n" + MODEL + WRAP + STEPS + "result = keys(model)",
-        },
-        False,
+    "a part by its number": case(
+        TRAINED.replace("nn.Linear(4, 1)", "nn.Sequential(nn.Linear(4, 1))"), "result = model[0].weight.detach()"
     ),
-    "two passes of one output": (
-        {"train": BEGIN + MODEL + TWICE + TWO_PASSES + RESULT},
-        True,
-    ),
-    "a factory that trains": ({"train": BEGIN + FACTORY + STEPS + RESULT}, True),
-    "a factory": (
-        {"train": BEGIN + FACTORY.replace(FIRST_STEP, "") + STEPS + RESULT},
-        False,
-    ),
-    "under a condition": (
-        # Without a collective, a rank may leave its Gloo group while another still connects to it.
-        {
-            "train": BEGIN
-            + MODEL
-            + "if 2 < hvd.size():\n    "
-            + WRAP
-            + STEPS
-            + "result = model.state_dict()\nhvd.barrier()"
-        },
-        False,
-    ),
-    "in an expression": (
-        {
-            "train": BEGIN
-            + MODEL
-            + f"optimizer = {WRAP[12:-1]} if hvd.size() > 2 else optimizer\n"
-            + STEPS
-            + RESULT
-            + "hvd.barrier()"
-        },
-        False,
-    ),
-    "a part by its number": (
-        {
-            "train": BEGIN
-            + MODEL.replace("nn.Linear(4, 1)", "nn.Sequential(nn.Linear(4, 1))")
-            + WRAP
-            + STEPS
-            + "result = model[0].weight.detach()"
-        },
-        False,
-    ),
-    "heads in turns": (
-        {"train": BEGIN + HEADS + WRAP + IN_TURN + "result = [*model.state_dict().values()]"},
-        False,
-    ),
-    "leaves": ({"train": BEGIN + LEAVES}, False),
-    "a mean in a loop that is joined": ({"train": BEGIN + MODEL + WRAP + JOINED + RESULT}, True),
-    "kept in an object": ({"train": BEGIN + KEPT}, False),
-    "if it is there": ({"train": OPTIONAL + MODEL + WRAP + STEPS + RESULT + "result *= size"}, False),
-    "names that are taken": (
-        {"train": BEGIN + "dist = DDP = 3\n" + MODEL + WRAP + STEPS + RESULT + "result += dist + DDP"},
-        False,
-    ),
-    "gradients through a gather": ({"train": BEGIN + MODEL + WRAP + CONTRAST + RESULT}, True),
-    "gradients through a mean": ({"train": BEGIN + MODEL + WRAP + CENTRE + RESULT}, True),
-    "a view": ({"train": BEGIN + ALIAS}, True),
-    "a name with named": ({"train": BEGIN + TEACHER}, False),
-    "beside Adasum": ({"other": ADASUM, "train": BEGIN + MODEL + WRAP + CLIP + RESULT}, False),
-    "beside elastic training": ({"other": ELASTIC, "train": BEGIN + MODEL + WRAP + CLIP + RESULT}, False),
+    "heads in turns": case(HEADS, WRAP, IN_TURN, "result = [*model.state_dict().values()]"),
+    "leaves": case(LEAVES),
+    "a mean in a loop that is joined": case(MODEL, WRAP, JOINED, RESULT, left=True),
+    "kept in an object": case(KEPT),
+    "if it is there": case(TRAINED, RESULT, "result *= size", begin=OPTIONAL),
+    "names that are taken": case("dist = DDP = 3\n", TRAINED, RESULT, "result += dist + DDP"),
+    "gradients through a gather": case(MODEL, WRAP, CONTRAST, RESULT, left=True),
+    "gradients through a mean": case(MODEL, WRAP, CENTRE, RESULT, left=True),
+    "a view": case(ALIAS, left=True),
+    "a name with named": case(TEACHER),
+    "beside Adasum": case(MODEL, WRAP, CLIP, RESULT, other=ADASUM),
+    "beside elastic training": case(MODEL, WRAP, CLIP, RESULT, other=ELASTIC),
 }
 
 

@@ -166,18 +166,9 @@ def setup(name: str) -> dict[str, Any]:
 
 
 NAMES = (
-    "unfrozen",
-    "unfrozen, sharded optimizer",
-    "unfrozen after a step",
-    "group added",
-    "group added, sharded optimizer",
-    "frozen",
-    "frozen after a step, accumulated",
-    "frozen in forward",
-    "converted and back",
-    "to double",
-    "head replaced",
-    "loss with parameters",
+    *("unfrozen", "unfrozen, sharded optimizer", "unfrozen after a step", "frozen", "frozen in forward"),
+    *("frozen after a step, accumulated", "group added", "group added, sharded optimizer", "to double"),
+    *("converted and back", "head replaced", "loss with parameters"),
 )
 
 

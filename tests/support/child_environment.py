@@ -10,28 +10,11 @@ import process_tree
 
 STARTUP = str(Path(__file__).with_name("startup"))
 _RANK_VARIABLE_PREFIXES = (
-    "HOROVOD_",
-    "OMPI_",
-    "PMI_",
-    "PMIX_",
-    "SBATCH_",
-    "SLURM_",
-    "SLURMD_",
-    "TORCHELASTIC_",
+    *("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SBATCH_", "SLURM_", "SLURMD_", "TORCHELASTIC_"),
 )
 _RANK_VARIABLES = {
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "NODE_RANK",
-    "RANK",
-    "ROLE_NAME",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "WORLD_SIZE",
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
+    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 }
 
 

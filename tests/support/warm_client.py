@@ -60,9 +60,7 @@ def hand_over(address: str) -> None:
         "leads_group": os.getpgrp() == os.getpid(),
         "affinity": sorted(os.sched_getaffinity(0)),
         "umask": _umask(),
-        "limits": {
-            name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name[:6] == "RLIMIT"
-        },
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS},
         "ignored": [number for number in range(1, 32) if signal.getsignal(number) == signal.SIG_IGN],
     }
     socket.send_fds(server, [json.dumps(wanted).encode() + b"\n"], files)

@@ -22,60 +22,29 @@ from hvd_trainer.tools.migrate import prove, source
 from hvd_trainer.tools.migrate.migration import Migrated, migrate
 from hvd_trainer.tools.migrate.table import BY_NAME, TABLE, Rule
 
-WRAPPED = """
+
+def training(options: str = "", call: str = "model(data)", *, before: str = "") -> str:
+    """Return a script that trains a model.
+
+    Args:
+        options: of Horovod's optimizer.
+        call: what the backward pass begins with.
+        before: lines before the loop.
+    """
+    return f"""{HEAD}
 model = Net()
-optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), named_parameters=model.named_parameters(){})
-for data in load():
-    {}.backward()
+optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), named_parameters=model.named_parameters(){options})
+{before}for data in load():
+    {call}.backward()
     optimizer.step()
 """
-LEFT = {
-    "process sets": (HEAD + "group = hvd.add_process_set([0, 1])\n", "dist.new_group(ranks)"),
-    "of a process set": (HEAD + "hvd.allreduce_(x, process_set=group)\n", "hvd.allreduce_"),
-    "Adasum": (HEAD + WRAPPED.format(", op=hvd.Adasum", "model(data)"), "Adasum has no counterpart in DDP"),
-    "Adasum by an option": (
-        HEAD + WRAPPED.format(", op=hvd.Adasum if adasum else hvd.Average", "model(data)"),
-        "the script says so now",
-    ),
-    "elastic": (HEAD + "@hvd.elastic.run\ndef train(state):\n    pass\n", "torchrun --max-restarts"),
-    "elastic sampler": (
-        HEAD + "sampler = hvd.elastic.ElasticSampler(data)\nsampler.record_batch(0, 8)\n",
-        "hvd.elastic.ElasticSampler",
-    ),
-    "timelines": (HEAD + "hvd.start_timeline('trace.json')\n", "torch.profiler"),
-    "horovod.run": ("import horovod\n\nif __name__ == '__main__':\n    horovod.run(main, np=2)\n", "horovod.run"),
-    "own compression": (
-        HEAD + WRAPPED.format(", compression=TopK", "model(data)"),
-        "its compression is not hvd.Compression.fp16 or bf16",
-    ),
-    "changed API": (
-        HEAD + WRAPPED.format(", topk=3", "model(data)"),
-        "its options are not those of one exchange",
-    ),
-    "dynamic names": (
-        HEAD + "for name, value in metrics.items():\n    mean = hvd.allreduce(value, name=name)\n",
-        "loop over sorted(...), without name=, and migrate again",
-    ),
-    "gradients through a collective": (
-        HEAD + "class Net:\n    def forward(self, x):\n        x = hvd.allgather(x)\n        return head(x)\n",
-        "send it with .detach(), and migrate again",
-    ),
-    "methods": (HEAD + WRAPPED.format("", "model.loss_of(data)"), "the training calls `model.loss_of`"),
-    "unknown function": (
-        HEAD + WRAPPED.format("", "loss_of(model, data)"),
-        "`loss_of`, which is not followed, gets the DDP object",
-    ),
-    "no training": (HEAD + WRAPPED.format("", "loss"), "no training call of the model is seen"),
-    "wrapped again": (
-        HEAD
-        + WRAPPED.format("", "model(data)").replace(
-            "for data", "model, optimizer = amp(model, optimizer)\nfor data"
-        ),
-        "`model` is assigned again",
-    ),
-    "one of two models": (
-        HEAD
-        + """
+
+
+def line(text: str, said: str) -> tuple[str, str]:
+    return f"{HEAD}{text}\n", said
+
+
+ONE_OF_TWO = """
 def build(args):
     model = Net()
     if not args.horovod:
@@ -84,64 +53,90 @@ def build(args):
         hvd.broadcast_parameters(model.state_dict())
         optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), named_parameters=model.named_parameters())
     model(1).backward()
-""",
-        "another one on each side of the condition",
+"""
+BY_ANOTHER_NAME = """
+
+def run(net):
+    net(1).backward()
+
+
+def other():
+    net = compile(model)
+    run(net)
+"""
+ON_A_LINE = "on a line of its own"
+LEFT = {
+    "process sets": line("group = hvd.add_process_set([0, 1])", "dist.new_group(ranks)"),
+    "of a process set": line("hvd.allreduce_(x, process_set=group)", "hvd.allreduce_"),
+    "Adasum": (training(", op=hvd.Adasum"), "Adasum has no counterpart in DDP"),
+    "Adasum by an option": (training(", op=hvd.Adasum if adasum else hvd.Average"), "the script says so now"),
+    "elastic": line("@hvd.elastic.run\ndef train(state):\n    pass", "torchrun --max-restarts"),
+    "elastic sampler": line(
+        "sampler = hvd.elastic.ElasticSampler(data)\nsampler.record_batch(0, 8)", "hvd.elastic.ElasticSampler"
     ),
+    "timelines": line("hvd.start_timeline('trace.json')", "torch.profiler"),
+    "horovod.run": ("import horovod\n\nif __name__ == '__main__':\n    horovod.run(main, np=2)\n", "horovod.run"),
+    "own compression": (training(", compression=TopK"), "its compression is not hvd.Compression.fp16 or bf16"),
+    "changed API": (training(", topk=3"), "its options are not those of one exchange"),
+    "dynamic names": line(
+        "for name, value in metrics.items():\n    mean = hvd.allreduce(value, name=name)",
+        "loop over sorted(...), without name=, and migrate again",
+    ),
+    "gradients through a collective": line(
+        "class Net:\n    def forward(self, x):\n        x = hvd.allgather(x)\n        return head(x)",
+        "send it with .detach(), and migrate again",
+    ),
+    "methods": (training(call="model.loss_of(data)"), "the training calls `model.loss_of`"),
+    "unknown function": (
+        training(call="loss_of(model, data)"),
+        "`loss_of`, which is not followed, gets the DDP object",
+    ),
+    "no training": (training(call="loss"), "no training call of the model is seen"),
+    "wrapped again": (training(before="model, optimizer = amp(model, optimizer)\n"), "`model` is assigned again"),
+    "one of two models": (HEAD + ONE_OF_TWO, "another one on each side of the condition"),
     "trained by another name": (
-        HEAD
-        + WRAPPED.format("", "wrapped(data)").replace(
-            "for data", "def use():\n    run(compile(model))\n\nfor data"
-        )
-        + "\n\ndef run(net):\n    net(1).backward()\n\n\ndef other():\n    net = compile(model)\n    run(net)\n",
+        training(call="wrapped(data)", before="def use():\n    run(compile(model))\n\n") + BY_ANOTHER_NAME,
         "`compile`, which is not followed, gets the DDP object",
     ),
-    "an optimizer of two models": (
-        HEAD
-        + "hvd.broadcast_parameters(one.state_dict())\nopt = SGD(chain(one.parameters(), two.parameters()))\n"
-        + "opt = hvd.DistributedOptimizer(opt)\none(1).backward()\n",
+    "an optimizer of two models": line(
+        "hvd.broadcast_parameters(one.state_dict())\nopt = SGD(chain(one.parameters(), two.parameters()))\n"
+        "opt = hvd.DistributedOptimizer(opt)\none(1).backward()",
         "it is not seen which model it trains",
     ),
-    "groups at the start": (HEAD + "hvd.init(process_sets=[hvd.ProcessSet([0])])\n", "hvd.init"),
+    "groups at the start": line("hvd.init(process_sets=[hvd.ProcessSet([0])])", "hvd.init"),
     "sum of unseen passes": (
-        HEAD + WRAPPED.format(", op=hvd.Sum, backward_passes_per_step=2", "model(data)"),
+        training(", op=hvd.Sum, backward_passes_per_step=2"),
         "Sum has no counterpart in DDP with passes",
     ),
     "unseen passes": (
-        HEAD + WRAPPED.format(", backward_passes_per_step=2", "model(data)"),
+        training(", backward_passes_per_step=2"),
         "it is not seen which pass before a step is the last",
     ),
-    "a handle": (HEAD + "handle = hvd.allreduce_async_(x)\n", "write it without _async and synchronize"),
-    "in a comprehension": (HEAD + "means = [hvd.allreduce(x) for x in values]\n", "on a line of its own"),
-    "on a condition's line": (HEAD + "if ready: x = hvd.allreduce(x)\n", "on a line of its own"),
-    "on one line with others": (HEAD + "x = 3; x = hvd.allreduce(x)\n", "on a line of its own"),
-    "behind another call": (HEAD + "x = order(), hvd.allreduce(x)\n", "on a line of its own"),
-    "an average that is not known": (
-        HEAD + "x = hvd.allreduce(x.detach(), average=args.mean)\n",
-        "write op=hvd.Average or hvd.Sum",
+    "a handle": line("handle = hvd.allreduce_async_(x)", "write it without _async and synchronize"),
+    "in a comprehension": line("means = [hvd.allreduce(x) for x in values]", ON_A_LINE),
+    "on a condition's line": line("if ready: x = hvd.allreduce(x)", ON_A_LINE),
+    "on one line with others": line("x = 3; x = hvd.allreduce(x)", ON_A_LINE),
+    "behind another call": line("x = order(), hvd.allreduce(x)", ON_A_LINE),
+    "an average that is not known": line(
+        "x = hvd.allreduce(x.detach(), average=args.mean)", "write op=hvd.Average or hvd.Sum"
     ),
-    "factors": (
-        HEAD + "x = hvd.allreduce(x, prescale_factor=0.5)\n",
+    "factors": line(
+        "x = hvd.allreduce(x, prescale_factor=0.5)",
         "write what prescale_factor does without it, and migrate again",
     ),
-    "some ranks": (HEAD + "x = hvd.allreduce(x, process_set=some)\n", "dist.new_group(ranks)"),
-    "parameters in a variable": (
-        HEAD + "hvd.broadcast_parameters(state, root_rank=0)\n",
-        "write model.state_dict() into the call",
+    "some ranks": line("x = hvd.allreduce(x, process_set=some)", "dist.new_group(ranks)"),
+    "parameters in a variable": line(
+        "hvd.broadcast_parameters(state, root_rank=0)", "write model.state_dict() into the call"
     ),
-    "inside what is migrated": (
-        HEAD + "x = hvd.allreduce(torch.tensor(hvd.is_homogeneous()))\n",
-        "hvd.is_homogeneous",
-    ),
-    "splits": (HEAD + "x, sizes = hvd.alltoall(x, splits)\n", "hvd.alltoall"),
+    "inside what is migrated": line("x = hvd.allreduce(torch.tensor(hvd.is_homogeneous()))", "hvd.is_homogeneous"),
+    "splits": line("x, sizes = hvd.alltoall(x, splits)", "hvd.alltoall"),
     "frozen later": (
-        HEAD
-        + WRAPPED.format("", "model(data)")
-        + "for p in model.body.parameters():\n    p.requires_grad = False\n",
+        training() + "for p in model.body.parameters():\n    p.requires_grad = False\n",
         "p.requires_grad: DDP waits for gradients of what had them",
     ),
-    "unknown calls": (HEAD + "print(hvd.start())\n", "torch.distributed has nothing of this name"),
-    "a question of how it was built": (HEAD + "assert hvd.mpi_threads_supported()\n", "take it out"),
-    "a constant": (HEAD + "op = hvd.Average if mean else hvd.Sum\n", "it belongs to a call that is left"),
+    "unknown calls": line("print(hvd.start())", "torch.distributed has nothing of this name"),
+    "a question of how it was built": line("assert hvd.mpi_threads_supported()", "take it out"),
+    "a constant": line("op = hvd.Average if mean else hvd.Sum", "it belongs to a call that is left"),
     "hosts": (
         "horovodrun -np 4 -H node1:2,node2:2 python train.py\n",
         "on node2: torchrun --nnodes 2 --master-addr node1",
@@ -202,11 +197,8 @@ def test_an_elastic_training_is_left_whole() -> None:
 
 def test_weights_of_another_rank_are_sent_by_a_broadcast() -> None:
     """DDP sends those of rank 0."""
-    result = one(
-        HEAD
-        + "model = Net()\nhvd.broadcast_parameters(model.state_dict(), root_rank=1)\n"
-        + WRAPPED.format("", "model(data)").replace("model = Net()\n", "")
-    )
+    sent = "model = Net()\nhvd.broadcast_parameters(model.state_dict(), root_rank=1)\n"
+    result = one(training().replace("model = Net()\n", sent))
     assert "dist.broadcast(tensor.detach(), src=1)" in result.after
     assert result.after.index("src=1") < result.after.index("DDP(model")
 
@@ -286,7 +278,7 @@ def test_names_that_are_taken_are_left_to_the_script() -> None:
     assert "import torch.distributed as torch_dist\n" in after
     assert "print(torch_dist.get_rank(), dist)\n" in after
     apex = "from apex.parallel import DistributedDataParallel as DDP\n"
-    after = one(apex + HEAD + WRAPPED.format("", "model(data)")).after
+    after = one(apex + training()).after
     assert "from torch.nn.parallel import DistributedDataParallel as torch_DDP\n" in after
     assert "model = torch_DDP(model)\n" in after
     own = "import torch\nimport torch.distributed as dist\n"
@@ -377,7 +369,7 @@ def test_a_step_before_the_training_is_behind_what_differs_first(
     """In fp16 the moved weights are within what is allowed, until the first step."""
     script = tmp_path / "job/train.py"
     script.parent.mkdir()
-    script.write_text(HEAD + WRAPPED.format("", "model(data)") + "hvd.broadcast_optimizer_state(optimizer, 0)\n")
+    script.write_text(training() + "hvd.broadcast_optimizer_state(optimizer, 0)\n")
     monkeypatch.chdir(script.parent)
     findings = [{"step": step, "quantity": quantity}, {"step": 1, "quantity": "gradients"}]
     asked: list[list[str]] = []
@@ -488,7 +480,7 @@ def test_the_last_lines_say_what_ddp_says_of_unused_parameters(
 ) -> None:
     assert migrate_cli.main([str(script)]) == 0
     assert "leaves out parameters" not in capsys.readouterr().out
-    script.write_text(HEAD + WRAPPED.format("", "model(data)"))
+    script.write_text(training())
     assert migrate_cli.main([str(script)]) == 0
     assert "Then write DDP(model, find_unused_parameters=True)" in capsys.readouterr().out
 
@@ -629,7 +621,7 @@ def test_an_exchange_whose_wait_is_left_is_left(wait: str) -> None:
 
 @pytest.mark.parametrize("rest", ["finally:\n    cleanup()\n", "except OSError:\n    cleanup()\n"])
 def test_what_is_behind_an_empty_try_stays(rest: str) -> None:
-    text = HEAD + WRAPPED.format("", "model(data)") + "try:\n    optimizer.synchronize()\n" + rest
+    text = training() + "try:\n    optimizer.synchronize()\n" + rest
     assert "try:\n    pass\n" + rest in one(text).after
 
 

@@ -268,13 +268,7 @@ def test_calls_that_are_left() -> None:
 def test_every_length_of_pytorch_is_known() -> None:
     """A scheduler that PyTorch adds, and that has one, is to be put into the table."""
     without = {
-        "LambdaLR",
-        "MultiplicativeLR",
-        "StepLR",
-        "MultiStepLR",
-        "ExponentialLR",
-        "CyclicLR",
-        "_LRScheduler",
+        *("LambdaLR", "MultiplicativeLR", "StepLR", "MultiStepLR", "ExponentialLR", "CyclicLR", "_LRScheduler")
     }
     of_others = {"SequentialLR", "ChainedScheduler", "ReduceLROnPlateau"}
     kinds = {one.__name__ for one in LRScheduler.__subclasses__() if one.__module__ == torch_schedulers.__name__}
