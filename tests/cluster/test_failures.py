@@ -303,12 +303,7 @@ def test_monitor_shuts_down_connections_only_during_exchange(phase: str, monkeyp
     activity = Activity(60)
     activity.enter(phase)
     settings = MonitorSettings(
-        world=World(),
-        peers=peers,
-        activity=activity,
-        startup_s=60,
-        environ={},
-        elastic_timeout_s=60,
+        world=World(), peers=peers, activity=activity, startup_s=60, environ={}, elastic_timeout_s=60
     )
     with (
         socket.create_server(("127.0.0.2", 0)) as there,

@@ -441,11 +441,7 @@ def test_lost_host_ends_job(fate: str, backend: str, shared: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "backend"),
-    [
-        case("horovodrun", "horovod"),
-        case("horovodrun", "ddp", when="long"),
-        case("torchrun", "ddp", when="long"),
-    ],
+    [case("horovodrun", "horovod"), case("horovodrun", "ddp", when="long"), case("torchrun", "ddp", when="long")],
 )
 def test_survivors_continue_without_lost_host(launcher: str, backend: str, shared: Path) -> None:
     """No connection is closed. In elastic mode the others once waited for --startup-timeout-s, and horovodrun for

@@ -73,9 +73,7 @@ def test_store_supports_operations_of_tcp_store(endpoint: Endpoint) -> None:
         store.compare_set("c", "", "x"),
         store.compare_set("c", "x", "y"),
         store.compare_set("c", "q", "z"),
-    ] == [
-        *(b"x", b"y", b"y"),
-    ]
+    ] == [b"x", b"y", b"y"]
     store.append("a", "2")
     store.multi_set(["k", "l"], [b"3", b""])
     assert other.multi_get(["a", "k", "l"]) == [b"12", b"3", b""]
@@ -480,12 +478,7 @@ def test_rank_does_not_join_a_killed_job(tmp_path: Path) -> None:
     port = digits_job.free_port()
     (tmp_path / "job").write_text(f"{LOOPBACK}:{port}/{TOKEN}")
     settings = RendezvousSettings(
-        world=World(1, 2, 1, 2),
-        environ={},
-        session="",
-        secret=None,
-        address=None,
-        timeout=timedelta(seconds=0.1),
+        world=World(1, 2, 1, 2), environ={}, session="", secret=None, address=None, timeout=timedelta(seconds=0.1)
     )
     with pytest.raises(LaunchError, match=rf"waited 0 s for rank 0, which does not answer at {LOOPBACK}:{port}\."):
         join_by_registry(FileRegistry(tmp_path / "job"), settings, LOOPBACK)

@@ -287,8 +287,7 @@ def test_scripts_by_hand_train_the_same_weights_on_either_engine(tmp_path: Path)
 
 SMALL_SCRIPTS = [
     pytest.param(
-        "import horovod.tensorflow as hvd",
-        *((), 2, "error: horovod.tensorflow is not there on torch.distributed"),
+        "import horovod.tensorflow as hvd", (), 2, "error: horovod.tensorflow is not there on torch.distributed"
     ),
     # Horovod's own tests of horovod.torch import helpers of its launcher.
     pytest.param(

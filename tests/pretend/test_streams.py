@@ -23,11 +23,7 @@ WEIGHTS: set[str] = set()
 LONG = {
     *("resume on horovod", "texts in chunks", "hvd: process sets of four ranks", "models on two devices each"),
     *(name for name in RULES if "waits" in name),
-} - {
-    "host waits on ddp: plain",
-    "host waits on horovod: plain",
-    "host waits on single: fp16",
-}
+} - {"host waits on ddp: plain", "host waits on horovod: plain", "host waits on single: fp16"}
 
 
 def test_device_is_as_a_gpu() -> None:

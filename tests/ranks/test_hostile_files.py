@@ -300,14 +300,7 @@ def test_endless_yaml_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        ".lock",
-        "metrics.jsonl",
-        "failures/rank-0.json",
-        "profile",
-        "profile/rank-0.json",
-    ],
+    "name", [".lock", "metrics.jsonl", "failures/rank-0.json", "profile", "profile/rank-0.json"]
 )
 def test_log_folder_with_links_is_refused(name: str, tmp_path: Path) -> None:
     """A run in a folder from an archive with links in it wrote into the links' targets."""

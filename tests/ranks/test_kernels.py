@@ -47,10 +47,7 @@ def test_tf32_is_refused_on_a_cpu() -> None:
 
 @pytest.mark.parametrize(
     ("device", "words"),
-    [
-        ("auto", "CPU (ranks cannot train on the mps device of this machine), 1 thread"),
-        ("cpu", "CPU, 1 thread"),
-    ],
+    [("auto", "CPU (ranks cannot train on the mps device of this machine), 1 thread"), ("cpu", "CPU, 1 thread")],
 )
 def test_unused_accelerator_is_named(
     device: Any, words: str, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], str]

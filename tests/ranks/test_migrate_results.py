@@ -65,11 +65,7 @@ results["weights"] = model[0].weight.detach().clone()
 results["statistics"] = model[1].running_mean.clone()
 hvd.shutdown()
 """
-OPTIONS = [
-    "op=hvd.Sum",
-    "compression=hvd.Compression.fp16",
-    "compression=hvd.Compression.bf16",
-]
+OPTIONS = ["op=hvd.Sum", "compression=hvd.Compression.fp16", "compression=hvd.Compression.bf16"]
 
 
 def results_of(text: str) -> tuple[int, dict[str, Any]]:

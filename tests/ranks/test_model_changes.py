@@ -157,12 +157,7 @@ def setup(name: str) -> dict[str, Any]:
     own = model[2].parameters() if name.startswith("group added") else trained
     if name == "group added, sharded optimizer":
         model[0].requires_grad_(False)
-    return {
-        "model": model,
-        "loss": loss,
-        "optimizer": sgd(own),
-        "callbacks": [acts[name]] if name in acts else [],
-    }
+    return {"model": model, "loss": loss, "optimizer": sgd(own), "callbacks": [acts[name]] if name in acts else []}
 
 
 NAMES = (

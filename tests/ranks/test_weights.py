@@ -154,15 +154,9 @@ WAYS: dict[int, dict[str, dict[str, Any]]] = {
         "non-finite steps skipped": {"non_finite": "skip"},
         "fp16": {"precision": "fp16", "dtype": torch.float32, "compression": "fp16"},
     },
-    4: {
-        "plain": {},
-        "in stages": {"stages": 2, "chunks": 6},
-        "reproducible": {"reproducible": 4},
-    },
+    4: {"plain": {}, "in stages": {"stages": 2, "chunks": 6}, "reproducible": {"reproducible": 4}},
 }
-ONE_ENGINE: dict[str, dict[str, dict[str, Any]]] = {
-    "ddp": {"sharded": {"shard": "full", "accumulate": 2}},
-}
+ONE_ENGINE: dict[str, dict[str, dict[str, Any]]] = {"ddp": {"sharded": {"shard": "full", "accumulate": 2}}}
 CASES = [
     *(case("single", 1, name) for name in WAYS[1]),
     *(case(engine, size, name) for size in (2, 4) for engine in ("ddp", "horovod") for name in WAYS[size]),

@@ -47,10 +47,7 @@ def train(job: str, text: str, log_dir: str = "") -> None:
     from hvd_trainer.config.parser import parse
 
     words = [*text.format(device=kind()).split(), "--quiet", *(["--log-dir", log_dir] if log_dir else [])]
-    run, options_of = {
-        "mnist": (mnist.train, mnist.MnistOptions),
-        "imdb": (imdb.train, imdb.ImdbOptions),
-    }[job]
+    run, options_of = {"mnist": (mnist.train, mnist.MnistOptions), "imdb": (imdb.train, imdb.ImdbOptions)}[job]
     run(parse(options_of, words))
     assert controls().num_late_writes() == 0, f"{text}: memory was written after it had been freed"
 

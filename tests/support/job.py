@@ -62,14 +62,7 @@ class Job:
     """
 
     def __init__(
-        self,
-        command: list[str],
-        argv: list[str],
-        *,
-        mark: str,
-        folder: Path,
-        env: Mapping[str, str],
-        cwd: Path,
+        self, command: list[str], argv: list[str], *, mark: str, folder: Path, env: Mapping[str, str], cwd: Path
     ) -> None:
         self._command = command
         self._argv = argv
@@ -79,13 +72,7 @@ class Job:
             self._started = time.monotonic()
             # Files, not pipes: a pipe's reader waits as long as any orphan holds the other end.
             self.popen = subprocess.Popen(
-                command,
-                env=env,
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
+                command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
             )
 
     @property

@@ -128,11 +128,7 @@ def report(backend: str) -> dict[str, Any]:
         texts: dict[str, Any] = {}
         for name, (part, _) in PARTS.items():
             data = part(rank, size)
-            calls = (
-                partial(fit, data),
-                partial(fit, WHOLE, data),
-                partial(trainer.evaluate, model, loss, data),
-            )
+            calls = (partial(fit, data), partial(fit, WHOLE, data), partial(trainer.evaluate, model, loss, data))
             texts[name] = [refusal(call) for call in calls]
             assert getattr(data, "reads", 0) == 0
         texts["no data on rank 0"] = refusal(partial(fit, WHOLE, WHOLE if rank else None))

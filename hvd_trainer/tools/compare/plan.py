@@ -25,10 +25,7 @@ from hvd_trainer.utils.text import plural
 
 ENTRIES, RANKS = "engine", "ranks"
 """The axes that every comparison has."""
-BUNDLED: Mapping[str, type[TrainerOptions]] = {
-    "hvd_trainer.mnist": MnistOptions,
-    "hvd_trainer.imdb": ImdbOptions,
-}
+BUNDLED: Mapping[str, type[TrainerOptions]] = {"hvd_trainer.mnist": MnistOptions, "hvd_trainer.imdb": ImdbOptions}
 """Jobs whose options are known before they are started."""
 OWN_OPTION = {"ranks": "--np 1,2,4", "np": "--np 1,2,4", "backend": "--backend horovod,ddp"}
 """Axes that have options of their own."""

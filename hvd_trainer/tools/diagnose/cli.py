@@ -67,11 +67,7 @@ def main(argv: Sequence[str]) -> int:
         if not trials.profiles and not trials.is_spent:
             raise OptionError(failure)
         diagnosis = Diagnosis(
-            ran=ran,
-            evidence=trials.evidence(),
-            failure=failure,
-            warnings=trials.runner.warnings,
-            normal=normal,
+            ran=ran, evidence=trials.evidence(), failure=failure, warnings=trials.runner.warnings, normal=normal
         )
         report = conclude(diagnosis)
         report.show(trials.runner.warnings)

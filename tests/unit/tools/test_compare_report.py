@@ -131,10 +131,7 @@ def test_the_last_line_starts_the_job_with_the_fastest_values(
 @pytest.mark.parametrize(
     ("work", "line"),
     [
-        (
-            {},
-            f"{COMMAND} run --np 2 --backend ddp --threads 2 --fusion-threshold-mb 0 -- train.py --fp16",
-        ),
+        ({}, f"{COMMAND} run --np 2 --backend ddp --threads 2 --fusion-threshold-mb 0 -- train.py --fp16"),
         (
             ON_TRAINER | {"reads_options": False},
             "TrainerOptions(engine=EngineOptions(backend='ddp', threads=2))  # the job reads no options: write",

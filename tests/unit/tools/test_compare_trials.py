@@ -191,10 +191,7 @@ def run_with(entry: str, ranks: int = 2, **work: Any) -> RunRecord:
         ({"skipped_steps": 3}, "skipped steps: 0 and 3"),
         ({"train_data": "digits"}, "data set: MNIST and digits"),
         ({"threads": 2}, "CPU threads per rank: 1 and 2"),
-        (
-            {"samples": 1280},
-            "samples: 640 and 1,280. Type: DataLoader(..., sampler=DistributedSampler(dataset))",
-        ),
+        ({"samples": 1280}, "samples: 640 and 1,280. Type: DataLoader(..., sampler=DistributedSampler(dataset))"),
     ],
 )
 def test_unequal_work_is_refused_and_named(changed: Mapping[str, Any], text: str) -> None:

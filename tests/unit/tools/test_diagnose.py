@@ -291,9 +291,7 @@ CASES = {
     ),
     # It was "do this every few steps only": what a forward pass computes cannot be left out.
     "a script that computes its forward pass by itself": Case(
-        (make_rank(Part(50, (SHARED,), cpu=1.0)),),
-        *("computing", 50, None),
-        known={"is_trainer_job": False},
+        (make_rank(Part(50, (SHARED,), cpu=1.0)),), "computing", 50, None, known={"is_trainer_job": False}
     ),
     "a script that waits before its backward pass": Case(
         (make_rank(COMPUTE, Part(50, (SHARED,))),),
@@ -335,9 +333,7 @@ CASES = {
     "slow backward passes now and then": Case(
         (
             make_rank(
-                COMPUTE,
-                Part(50, (BACKWARD, ENGINE), "backward", cpu=1.0, slow=1.0),
-                durations_ms=(*[10] * 9, 510),
+                COMPUTE, Part(50, (BACKWARD, ENGINE), "backward", cpu=1.0, slow=1.0), durations_ms=(*[10] * 9, 510)
             ),
         ),
         *(

@@ -360,11 +360,7 @@ def test_what_is_beside_a_script_is_beside_its_result(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(("step", "quantity"), [(0, "parameters"), (0, "optimizer"), (1, "loss")])
 def test_a_step_before_the_training_is_behind_what_differs_first(
-    step: int,
-    quantity: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    step: int, quantity: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In fp16 the moved weights are within what is allowed, until the first step."""
     script = tmp_path / "job/train.py"

@@ -12,17 +12,7 @@ from typing import Any
 import pytest
 import torch
 from compared import RAN
-from made_traces import (
-    SHAPES,
-    Change,
-    combine,
-    make_line,
-    make_trace,
-    multiply,
-    set_line,
-    set_samples,
-    set_tensor,
-)
+from made_traces import SHAPES, Change, combine, make_line, make_trace, multiply, set_line, set_samples, set_tensor
 from torch import Tensor, nn
 
 from hvd_trainer.errors import OptionError
@@ -145,11 +135,7 @@ def test_set_up_is_compared_first(facts: Any, options: Any, name: str, cause: st
         ),
         (set_samples(lambda rank, place: f"x{max(1, place)}-y0"), {}, "the data come in another order"),
         (lambda rank, line, values: line["samples"].pop(), {}, "does not divide among the ranks"),
-        (
-            combine(multiply(0.5, "gradients"), set_line(grad_norm=1.0)),
-            {},
-            "gradients of ddp are larger by",
-        ),
+        (combine(multiply(0.5, "gradients"), set_line(grad_norm=1.0)), {}, "gradients of ddp are larger by"),
     ],
 )
 def test_causes_on_unequal_numbers_of_ranks(changes: Change, start: Any, cause: str) -> None:

@@ -165,12 +165,7 @@ def test_start_of_a_job_leaves_its_words_as_they_are(tmp_path: Path) -> None:
     run = ["-m", "hvd_trainer", "run", "--backend", "ddp", "--exactly-horovod", "--", *words]
     assert start.command[-len(run) - 2 :] == ["--nproc-per-node", "2", *run]
     assert Message.read(start.variables) == Message(
-        log_dir=str(log),
-        engine="ddp",
-        max_steps=7,
-        endless=True,
-        exchange=False,
-        options={"batch_size": 8},
+        log_dir=str(log), engine="ddp", max_steps=7, endless=True, exchange=False, options={"batch_size": 8}
     )
 
 
