@@ -90,9 +90,13 @@ class HorovodContext:
 
     def calls(self) -> list[CollectiveCall]:
         """Return the operations under way, and the last one of each group."""
+        return [*(work.record(is_done=False) for work in self.under_way()), *list(self._last.values())]
+
+    def under_way(self, group: str | None = None) -> list[HorovodWork]:
+        """Return the operations of a group, or of all, that are not known to be done."""
         # Without a lock: another thread that holds one may be stuck.
-        works = [work for queue in list(self._queues.values()) for work in list(queue.works) if not work.is_done]
-        return [*(work.record(is_done=False) for work in works), *list(self._last.values())]
+        works = [work for queue in list(self._queues.values()) for work in list(queue.works)]
+        return [work for work in works if not work.is_done and group in (None, work.group)]
 
     def begin(self, name: str, **how: Any) -> HorovodWork:
         """Start an operation as soon as its name is free.

@@ -122,7 +122,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         buffers, begins = [], []
         for input, output in zip(map(_flat, inputs), map(_flat, outputs), strict=True):
             if len(input) != len(output) * self._size:
-                raise ValueError(
+                raise RuntimeError(
                     f"reduce_scatter: {len(input)} elements for {self._size} ranks of {len(output)} elements each."
                 )
             if HOROVOD_OPS.get(_op(opts)) in ("Sum", "Average"):
@@ -167,7 +167,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         buffers = [_flat(output) for output in outputs]
         for input, buffer in zip(inputs, buffers, strict=True):
             if input.numel() * self._size != len(buffer):
-                raise ValueError(
+                raise RuntimeError(
                     f"all_gather: {len(buffer)} elements for {self._size} ranks of {input.numel()} elements each."
                 )
         begins = [self._gathering(_flat(i), buffer) for i, buffer in zip(inputs, buffers, strict=True)]
@@ -193,6 +193,13 @@ class HorovodProcessGroup(dist.ProcessGroup):
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any, result: Any
     ) -> HorovodWork:
         """Gather each tensor of `inputs` from all ranks into the tensors of one list of `outputs`."""
+        for input, parts in zip(inputs, outputs, strict=True):
+            sizes = [part.numel() for part in parts]
+            if len(sizes) != self._size or sizes[self._me] != input.numel():
+                raise RuntimeError(
+                    f"all_gather: a list for {sizes} elements, and rank {self._me} of {self._size} "
+                    f"sends {input.numel()}."
+                )
         buffers = [_room(parts) for parts in outputs]
         begins = [self._gathering(_flat(i), buffer) for i, buffer in zip(inputs, buffers, strict=True)]
         received = [part for buffer, parts in zip(buffers, outputs, strict=True) for part in _split(buffer, parts)]
@@ -272,12 +279,16 @@ class HorovodProcessGroup(dist.ProcessGroup):
         return work
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait for all ranks, and for what each has queued in the current stream of its device."""
+        """Wait for all ranks, for the group's operations, and for what is queued in the device's current stream.
+
+        As on Gloo, a script that has kept no handle of an operation has its results after a barrier.
+        """
         device = accelerator.in_use()
         if device is not None:
             torch.accelerator.current_stream(device).synchronize()
         flag = torch.zeros(1, dtype=torch.int32)
-        return self._start("barrier", [flag], [self._all_reduction(flag, RedOp.MAX)], opts, [])
+        earlier = self._context.under_way(self._group)
+        return self._start("barrier", [flag], [self._all_reduction(flag, RedOp.MAX)], opts, [], after=earlier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks, by the group's store; rank 0's error names those that do not come.
@@ -329,6 +340,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         received: Sequence[Tensor] = (),
         targets: Sequence[Tensor] | None = None,
         check: Callable[[list[Any]], None] = lambda returned: None,
+        after: Sequence[HorovodWork] = (),
     ) -> HorovodWork:
         """Start an operation.
 
@@ -341,6 +353,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
             received: copied to `targets` at the end.
             targets: None: those of `result`.
             check: called with what Horovod returned; may raise.
+            after: operations that are done before this one is.
         """
 
         def finish(returned: list[Any]) -> None:
@@ -359,6 +372,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
             begin=lambda name: [begin(f"{name}.{i}") for i, begin in enumerate(begins) if begin is not None],
             finish=finish,
             result=result,
+            after=after,
             device=tensors[0].device,
             timeout_s=(timeout if timeout > UNSET else self._timeout).total_seconds(),
             where=f"in group {self._group} on rank {self._me} of {self._size}",
@@ -439,7 +453,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         def check(returned: list[Any]) -> None:
             for _, counts in returned:
                 if not torch.equal(counts, expected):
-                    raise ValueError(
+                    raise RuntimeError(
                         f"the ranks sent {counts.tolist()} elements, and {expected.tolist()} were expected"
                     )
 
@@ -452,10 +466,10 @@ class HorovodProcessGroup(dist.ProcessGroup):
         """Return Horovod's name of a reduction.
 
         Raises:
-            ValueError: Horovod has none for it, or not for this type.
+            RuntimeError: Horovod has none for it, or not for this type.
         """
         if not self._can_reduce(tensor, opts):
-            raise ValueError(f"Horovod cannot reduce {tensor.dtype} by {_op(opts).name}.")
+            raise RuntimeError(f"Horovod cannot reduce {tensor.dtype} by {_op(opts).name}.")
         return HOROVOD_OPS[_op(opts)]
 
     def _has(self, operation: str, tensor: Tensor) -> bool:
@@ -477,14 +491,14 @@ class HorovodProcessGroup(dist.ProcessGroup):
             side: of the exchange, for errors.
 
         Raises:
-            ValueError: they are not the tensor's.
+            RuntimeError: they are not the tensor's.
         """
         length = tensor.shape[0] if tensor.dim() else 1
         if not rows and length % self._size:
-            raise ValueError(f"all_to_all: the {side} has {length} rows, which {self._size} ranks cannot share.")
+            raise RuntimeError(f"all_to_all: the {side} has {length} rows, which {self._size} ranks cannot share.")
         rows = rows or [length // self._size] * self._size
         if len(rows) != self._size or sum(rows) != length:
-            raise ValueError(
+            raise RuntimeError(
                 f"all_to_all: {side} splits {rows} are not {self._size} numbers with the sum {length}."
             )
         return [count * (tensor.numel() // max(1, length)) for count in rows]
@@ -529,10 +543,10 @@ def _gloo(
 
 
 def _refuse_on_accelerator(call: str, tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError for tensors on an accelerator, whose memory Gloo would read as the host's."""
+    """Raise RuntimeError for tensors on an accelerator, whose memory Gloo would read as the host's."""
     for tensor in tensors:
         if not accelerator.is_host(tensor.device):
-            raise ValueError(
+            raise RuntimeError(
                 f"{call} of a tensor on {tensor.device}: Horovod has no {call}, and Gloo takes tensors on the "
                 f"CPU. Exchange tensor.cpu(), or start with --backend ddp"
             )

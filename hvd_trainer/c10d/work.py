@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -92,6 +92,7 @@ class HorovodWork(dist._Work):
         begin: hands the tensors to Horovod under a name, and returns its handles.
         finish: puts what Horovod returned for the handles in its place.
         result: of `result`, and of the future.
+        after: operations, begun before, that are done before this one is.
         device: of the tensors.
         where: it was called, for errors.
     """
@@ -109,6 +110,7 @@ class HorovodWork(dist._Work):
         begin: Callable[[str], list[int]],
         finish: Callable[[list[Any]], None],
         result: Any = None,
+        after: Sequence[HorovodWork] = (),
         device: torch.device,
         timeout_s: float,
         where: str,
@@ -119,7 +121,7 @@ class HorovodWork(dist._Work):
         self.description = f"{call} {where}"
         self._begin: Callable[[str], list[int]] | None = begin
         self._finish: Callable[[list[Any]], None] | None = finish
-        self._result, self._timeout_s = result, timeout_s
+        self._result, self._after, self._timeout_s = result, after, timeout_s
         self.deadline = time.monotonic() + timeout_s
         self._handles: list[int] | None = None
         self._received: list[Any] = []
@@ -164,6 +166,11 @@ class HorovodWork(dist._Work):
                     if not self._waiter.is_done(self._handles[0]):
                         return False
                     self._received.append(self._waiter.take(self._handles.pop(0)))
+                for work in self._after:
+                    if not work.advance():
+                        return False
+                    if work._error is not None:
+                        raise work._error
                 if not self.is_done:
                     self._put_in_place()
         except Exception as error:  # in whichever thread it occurs, it is for who waits
@@ -191,7 +198,7 @@ class HorovodWork(dist._Work):
         """Let go of the tensors that are not the result."""
         self.is_done = True
         self._begin = self._finish = None
-        self._received = []
+        self._received, self._after = [], ()
         self._handles = self._handles or []
         if self._promise is not None:
             self._queue.ended.append(self)

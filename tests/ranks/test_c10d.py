@@ -326,6 +326,23 @@ def test_operations_are_asynchronous_and_have_futures() -> None:
     in_ranks(2, asynchronous)
 
 
+def without_handles() -> Any:
+    """Begin operations of which nobody keeps a handle, and wait in a barrier."""
+    with job() as (rank, size):
+        parts, column = [torch.zeros(2) for _ in range(size)], torch.full((4, 2), float(rank))[:, 0]
+        dist.all_gather(parts, torch.full((2,), float(rank)), async_op=True)
+        dist.broadcast(column, size - 1, async_op=True)
+        dist.barrier(async_op=True).wait()
+        return [part.tolist() for part in parts], column.tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_barrier_waits_for_operations_whose_handles_nobody_keeps(size: int) -> None:
+    """Results that are copied into their place stayed zeros: vector-quantize-pytorch gathers its samples so."""
+    expected = [[float(number)] * 2 for number in range(size)], [size - 1.0] * 4
+    assert in_ranks(size, without_handles) == [expected] * size
+
+
 def pending() -> None:
     """Begin many operations of one shape while one rank is late, and wait for the last one only."""
     with job() as (rank, size):
@@ -568,6 +585,8 @@ def mistakes() -> Any:
             "splits": refusal(dist.all_to_all_single, torch.zeros(3), torch.zeros(3)),
             "gather": refusal(dist.all_gather_into_tensor, torch.zeros(5), torch.zeros(2)),
             "reduce_scatter": refusal(dist.reduce_scatter_tensor, torch.zeros(2), torch.zeros(5)),
+            "too many": refusal(dist.all_gather, [torch.zeros(2)] * (size + 1), torch.zeros(2)),
+            "other size": refusal(dist.all_gather, [torch.zeros(3)] * size, torch.zeros(2)),
             "type": refusal(dist.reduce_scatter_tensor, torch.zeros(1).byte(), torch.zeros(size).byte()),
         }
         work = dist.all_reduce(torch.zeros(1 + rank), async_op=True)
@@ -580,6 +599,10 @@ def mistakes() -> Any:
 def test_mistakes_are_errors_and_the_job_goes_on() -> None:
     for rank, (texts, ones) in enumerate(in_ranks(2, mistakes)):
         assert ones == 2
+        # As Gloo's: scripts catch RuntimeError to try what a backend can do.
+        assert all(text.startswith("RuntimeError: ") for name, text in texts.items() if name != "shapes")
+        assert f"a list for [2, 2, 2] elements, and rank {rank} of 2 sends 2" in texts["too many"]
+        assert f"a list for [3, 3] elements, and rank {rank} of 2 sends 2" in texts["other size"]
         assert "3 rows, which 2 ranks cannot share" in texts["splits"]
         assert "5 elements for 2 ranks of 2 elements each" in texts["gather"]
         assert "5 elements for 2 ranks of 2 elements each" in texts["reduce_scatter"]
