@@ -86,7 +86,8 @@ def install(options: Options) -> None:
 
 def _build(plan: BuildPlan, wheel_dir: Path) -> Path:
     print(
-        f"building {plan.name}\n  (a minute or more; --jobs {plan.jobs}; log: {wheel_dir / plan.name}.log)",
+        f"building {plan.name} with --jobs {plan.jobs}\n"
+        f"  takes several minutes on few cores; to watch it, type: tail -f {wheel_dir / plan.name}.log",
         flush=True,
     )
     started = time.monotonic()
