@@ -95,13 +95,9 @@ def _arrange_fields(registry: ConstructorRegistry, *, common_only: bool) -> None
 
     is_nested_call = False
 
-    def hidden(entry: StructFieldSpec) -> StructFieldSpec:
-        suppressed: Any = Annotated[entry.type, Suppress]
-        return replace(entry, type=suppressed)
-
-    def without_default(entry: StructFieldSpec) -> StructFieldSpec:
-        silent: Any = Annotated[entry.type, arg(help_behavior_hint="")]
-        return replace(entry, type=silent)
+    def marked(entry: StructFieldSpec, mark: object) -> StructFieldSpec:
+        annotated: Any = Annotated[entry.type, mark]
+        return replace(entry, type=annotated)
 
     @registry.struct_rule
     def arrange(info: StructTypeInfo) -> StructConstructorSpec | None:
@@ -115,10 +111,11 @@ def _arrange_fields(registry: ConstructorRegistry, *, common_only: bool) -> None
         inherited = getattr(info.type.__base__, "__dataclass_fields__", ())
         entries = sorted(spec.fields, key=lambda entry: entry.name in inherited)
         entries = [replace(entry, helptext=partial(help_text, entry)) for entry in entries]
-        entries = [entry if entry.default != () else without_default(entry) for entry in entries]
+        silent = arg(help_behavior_hint="")
+        entries = [entry if entry.default != () else marked(entry, silent) for entry in entries]
         common = [entry for entry in entries if COMMON in getattr(entry.type, "__metadata__", ())]
         if common and common_only:
-            entries = [entry if entry in common else hidden(entry) for entry in entries]
+            entries = [entry if entry in common else marked(entry, Suppress) for entry in entries]
         return replace(spec, fields=tuple(entries))
 
 
