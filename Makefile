@@ -2,7 +2,7 @@
 #   make mnist    train MNIST with horovodrun on four processes
 #   make test     run the test suite
 # Each sets up what it needs once (.venv, this package, Horovod) and repeats nothing later.
-# Needed beforehand: Python 3.10 or later with pip, make and g++; what is missing is named.
+# Needed beforehand: Python 3.10 or later with pip and its C headers, make and g++; what is missing is named.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -46,8 +46,7 @@ setup: $(STAMPS)/horovod
 
 # The launcher starts whatever `python` is first on PATH, on every host: let that be ours.
 mnist: $(STAMPS)/horovod
-	PATH="$(abspath $(BIN)):$$PATH" horovodrun -np $(NP) python -m hvd_trainer.mnist \
-	    $(if $(DATA_DIR),--data-dir "$(DATA_DIR)") $(ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" horovodrun -np $(NP) python -m hvd_trainer.mnist $(if $(DATA_DIR),--data-dir "$(DATA_DIR)") $(ARGS)
 
 test: $(STAMPS)/horovod $(STAMPS)/test
 	PATH="$(abspath $(BIN)):$$PATH" python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
@@ -95,6 +94,10 @@ $(STAMPS)/venv:
 	@command -v g++ >/dev/null || [ -n "$$CXX" ] || { \
 	    echo "make: g++ was not found, and Horovod must be compiled. Install it:" >&2; \
 	    echo "  apt-get install g++    (or name another compiler: CXX=/path/to/g++ make ...)" >&2; \
+	    exit 1; }
+	@[ -e "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || { \
+	    echo "make: '$(PYTHON)' has no C headers, and Horovod must be compiled. Install them:" >&2; \
+	    echo "  apt-get install python3-dev" >&2; \
 	    exit 1; }
 # Debian splits ensurepip from Python; where it is missing, the pip of $(PYTHON) fills the .venv.
 	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then \

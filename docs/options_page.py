@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
 
 from hvd_trainer.config.checks import COMMON, describe, flag
+from hvd_trainer.config.command_line import help_text
 from hvd_trainer.config.options import TrainerOptions
-from hvd_trainer.config.parser import flatten, help_text
+from hvd_trainer.config.parser import flatten
 from hvd_trainer.config.rules import CONFLICTS
 from hvd_trainer.jobs.options import ImdbOptions, MnistOptions
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# A job that outlasts its time limit and preemption: it saves, goes back into the queue, and goes on when it is
+# A job that outlasts its time limit and preemption: it saves, goes back into the queue, and continues when it is
 # started again. Two minutes before its time is up Slurm signals it; what happens later is added to the output.
 #SBATCH --job-name=requeue
 #SBATCH --nodes=2

@@ -7,11 +7,21 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from dataclasses import is_dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
+
+from hvd_trainer.config.checks import COMMON
 
 if TYPE_CHECKING:
-    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+    from tyro.constructors import (
+        ConstructorRegistry,
+        PrimitiveConstructorSpec,
+        PrimitiveTypeInfo,
+        StructConstructorSpec,
+        StructFieldSpec,
+        StructTypeInfo,
+    )
 
 T = TypeVar("T")
 NUMBERS = {"INT": "a whole number", "FLOAT": "a number"}
@@ -33,7 +43,7 @@ def read_words(
     *,
     program: str,
     job: str = "",
-    registry: ConstructorRegistry | None = None,
+    common_only: bool = False,
     **how: Any,
 ) -> T:
     """Return a dataclass with the values that the words give to its fields.
@@ -41,20 +51,19 @@ def read_words(
     Args:
         program: what the user typed before the words.
         job: what follows them, for the help: ` -- JOB`.
-        registry: tyro's rules.
+        common_only: list only the options that are marked COMMON, where any is.
         how: further arguments of `tyro.cli`.
 
     Raises:
         SystemExit: the words are wrong, which one line on stderr says (code 2), or ask for help (code 0).
     """
     import tyro
-    from tyro.constructors import ConstructorRegistry
 
     if words and words[0].startswith("--tyro"):  # its completions are for other words than those that are typed
         print(f"error: Unrecognized options: {words[0]}. Type: {program} --help", file=sys.stderr)
         raise SystemExit(2)
     printed, shown = io.StringIO(), Help()
-    rules = _hide_none(registry or ConstructorRegistry())
+    rules = _help_rules(common_only=common_only)
     try:
         with redirect_stderr(printed), redirect_stdout(shown) if job else nullcontext():
             options: T = tyro.cli(kind, prog=program, args=words, registry=rules, **how)
@@ -69,8 +78,55 @@ def read_words(
         raise
 
 
-def _hide_none(registry: ConstructorRegistry) -> ConstructorRegistry:
-    """Let help name an option's values without None, which its text explains; return the registry."""
+def _help_rules(*, common_only: bool) -> ConstructorRegistry:
+    """Return tyro's rules, changed in what help lists."""
+    from tyro.constructors import ConstructorRegistry
+
+    registry = ConstructorRegistry()
+    _arrange_fields(registry, common_only=common_only)
+    _hide_none(registry)
+    return registry
+
+
+def _arrange_fields(registry: ConstructorRegistry, *, common_only: bool) -> None:
+    """Let a job's own options come first, and each text be wrapped to help's width, not the source's."""
+    from tyro.conf import Suppress, arg
+    from tyro.constructors import ConstructorRegistry, StructConstructorSpec
+
+    is_nested_call = False
+
+    def marked(entry: StructFieldSpec, mark: object) -> StructFieldSpec:
+        annotated: Any = Annotated[entry.type, mark]
+        return replace(entry, type=annotated)
+
+    @registry.struct_rule
+    def arrange(info: StructTypeInfo) -> StructConstructorSpec | None:
+        nonlocal is_nested_call
+        if is_nested_call or not is_dataclass(info.type):
+            return None  # and tyro's own rule is taken
+        is_nested_call = True
+        spec = ConstructorRegistry.get_struct_spec(info)
+        is_nested_call = False
+        assert isinstance(spec, StructConstructorSpec)
+        inherited = getattr(info.type.__base__, "__dataclass_fields__", ())
+        entries = sorted(spec.fields, key=lambda entry: entry.name in inherited)
+        entries = [replace(entry, helptext=partial(help_text, entry)) for entry in entries]
+        silent = arg(help_behavior_hint="")
+        entries = [entry if entry.default != () else marked(entry, silent) for entry in entries]
+        common = [entry for entry in entries if COMMON in getattr(entry.type, "__metadata__", ())]
+        if common and common_only:
+            entries = [entry if entry in common else marked(entry, Suppress) for entry in entries]
+        return replace(spec, fields=tuple(entries))
+
+
+def help_text(field: StructFieldSpec) -> str | None:
+    """Return the text below a field of options in one line; None if there is none."""
+    text = field.helptext() if callable(field.helptext) else field.helptext
+    return " ".join((text or "").split()) or None
+
+
+def _hide_none(registry: ConstructorRegistry) -> None:
+    """Let help name an option's values without None, which its text explains."""
     from tyro.constructors import PrimitiveConstructorSpec
 
     is_nested_call = False
@@ -85,8 +141,6 @@ def _hide_none(registry: ConstructorRegistry) -> ConstructorRegistry:
         is_nested_call = False
         assert isinstance(spec, PrimitiveConstructorSpec)
         return replace(spec, metavar=spec.metavar.removeprefix("{None}|").replace("{None,", "{"))
-
-    return registry
 
 
 def _without_internals(told: str) -> str:

@@ -20,8 +20,7 @@ class EngineOptions:
     """How the engine exchanges gradients. One name for one thing on both engines.
 
     Horovod's own settings are its environment variables, such as HOROVOD_CYCLE_TIME, HOROVOD_CACHE_CAPACITY and
-    HOROVOD_AUTOTUNE; those of DistributedDataParallel a program passes on: `Trainer(options,
-    ddp_kwargs={"static_graph": True})`.
+    HOROVOD_AUTOTUNE. A program gives DistributedDataParallel its own by `Trainer(options, ddp_kwargs={...})`.
     """
 
     backend: Annotated[Literal["auto", "horovod", "ddp", "single", "data-parallel"], COMMON] = "auto"
@@ -131,7 +130,7 @@ class SaveOptions:
     save_every_steps: Count | None = None
     """save after each n-th step"""
     save_every_s: Positive | None = 600.0
-    """save when the last save is so many seconds ago"""
+    """save when the last save is this many seconds old"""
     commit_every_steps: Count = 50
     """under horovodrun's elastic mode: remember the state after each n-th step, for the ranks that
     continue when others fail"""

@@ -7,7 +7,6 @@ the same names from YAML, which the command line overrides.
 from __future__ import annotations
 
 import argparse
-import functools
 import inspect
 import io
 import sys
@@ -18,16 +17,13 @@ from dataclasses import asdict, fields, is_dataclass, replace
 from datetime import date
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
-from hvd_trainer.config.checks import COMMON, default_of, flag, switch
+from hvd_trainer.config.checks import default_of, flag, switch
 from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import OptionError
-
-if TYPE_CHECKING:
-    from tyro.constructors import ConstructorRegistry, StructFieldSpec
 
 T = TypeVar("T")
 
@@ -80,7 +76,7 @@ def _parse_typed(kind: type[T], args: list[str]) -> T:
         description=f"{_summary(kind)}{more}--config FILE takes options from YAML (epochs: 3); the command line "
         f"wins. Every run with --log-dir writes such a file, config.yaml.",
         config=(OmitArgPrefixes, OmitSubcommandPrefixes),
-        registry=_help_registry(common_only=bool(more)),
+        common_only=bool(more),
     )
 
 
@@ -88,49 +84,6 @@ def _summary(kind: type) -> str:
     """Return the docstring of a class of options as a paragraph; nothing for the one that `dataclass` makes up."""
     text = inspect.getdoc(kind) or ""
     return "" if text.startswith(f"{kind.__name__}(") else f"{text}\n\n"
-
-
-def _help_registry(*, common_only: bool) -> ConstructorRegistry:
-    """Return tyro's rules for dataclasses, changed in what help lists: a job's own options come first."""
-    from tyro.conf import Suppress, arg
-    from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
-
-    registry, is_nested_call = ConstructorRegistry(), False
-
-    def hidden(entry: StructFieldSpec) -> StructFieldSpec:
-        suppressed: Any = Annotated[entry.type, Suppress]
-        return replace(entry, type=suppressed)
-
-    def without_default(entry: StructFieldSpec) -> StructFieldSpec:
-        silent: Any = Annotated[entry.type, arg(help_behavior_hint="")]
-        return replace(entry, type=silent)
-
-    @registry.struct_rule
-    def arrange(info: StructTypeInfo) -> StructConstructorSpec | None:
-        nonlocal is_nested_call
-        if is_nested_call or not is_dataclass(info.type):
-            return None  # and tyro's own rule is taken
-        is_nested_call = True
-        spec = ConstructorRegistry.get_struct_spec(info)
-        is_nested_call = False
-        assert isinstance(spec, StructConstructorSpec)
-        inherited = getattr(info.type.__base__, "__dataclass_fields__", ())
-        entries = sorted(spec.fields, key=lambda entry: entry.name in inherited)
-        # On one line: help wraps it to its own width.
-        entries = [replace(entry, helptext=functools.partial(help_text, entry)) for entry in entries]
-        entries = [entry if entry.default != () else without_default(entry) for entry in entries]
-        common = [entry for entry in entries if COMMON in getattr(entry.type, "__metadata__", ())]
-        if common and common_only:
-            entries = [entry if entry in common else hidden(entry) for entry in entries]
-        return replace(spec, fields=tuple(entries))
-
-    return registry
-
-
-def help_text(field: StructFieldSpec) -> str | None:
-    """Return the text below a field of options in one line; None if there is none."""
-    text = field.helptext() if callable(field.helptext) else field.helptext
-    return " ".join((text or "").split()) or None
 
 
 def _program() -> str:

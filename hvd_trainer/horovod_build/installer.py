@@ -33,19 +33,15 @@ class Options:
     """Build, install and prove a Horovod that fits this PyTorch."""
 
     gpu: Literal["auto", "nccl", "none"] = "auto"
-    """nccl: GPU collectives by PyTorch's NCCL; none: CPU only; auto: nccl where there is a GPU for it."""
-
+    """nccl: GPU collectives by PyTorch's NCCL; none: CPU only; auto: nccl where there is a GPU for it"""
     mpi: bool = False
-    """Add MPI: mpirun as Horovod's own controller."""
-
+    """also build for MPI, which --transport mpi needs"""
     wheel_dir: Path = field(default_factory=default_wheel_dir)
-    """Where built wheels and logs are kept."""
-
+    """folder for built wheels and logs"""
     force: bool = False
-    """Build and install again, even if a usable one is there."""
-
+    """build and install again, even if a usable one is there"""
     jobs: int | None = None
-    """Compilers at once (default: by cores and memory)."""
+    """compilers at once; None: by cores and memory"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -90,8 +86,8 @@ def install(options: Options) -> None:
 
 def _build(plan: BuildPlan, wheel_dir: Path) -> Path:
     print(
-        f"building {plan.name}\n  with {plan.jobs} compilers at once; this takes a minute or more; "
-        f"log: {wheel_dir / plan.name}.log",
+        f"building {plan.name} with --jobs {plan.jobs}\n"
+        f"  takes several minutes on few cores; to watch it, type: tail -f {wheel_dir / plan.name}.log",
         flush=True,
     )
     started = time.monotonic()

@@ -154,7 +154,7 @@ def find_cuda(torch: TorchFacts) -> CudaToolkit:
     if not toolkits:
         raise InstallError(
             f"{asked}, but there is no CUDA toolkit (nvcc and its headers).",
-            "looked in HOROVOD_CUDA_HOME, CUDA_HOME, CUDA_PATH, nvcc on PATH and /usr/local/cuda",
+            "no CUDA toolkit in HOROVOD_CUDA_HOME, CUDA_HOME, CUDA_PATH, on PATH (nvcc) or in /usr/local/cuda",
             f"install CUDA {major} and set CUDA_HOME, or {cpu_instead}",
         )
     seen = ", ".join(f"CUDA {toolkit.version} in {toolkit.home}" for toolkit in toolkits)

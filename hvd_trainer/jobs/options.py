@@ -106,8 +106,8 @@ class TextModelOptions:
     """The model. What is None is the preset's (small; reference)."""
 
     preset: Annotated[Literal["small", "reference"], COMMON] = "small"
-    """small, for CPUs, or reference, for GPUs: 365 million parameters, to which --precision bf16, --batch-size 32
-    and --warmup-epochs 1 suit"""
+    """small, for CPUs, or reference, for GPUs: 365 million parameters, best with --precision bf16, --batch-size 32
+    and --warmup-epochs 1"""
     layers: Count | None = None
     """encoder layers (2; 12)"""
     d_model: Count | None = None

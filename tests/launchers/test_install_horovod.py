@@ -163,7 +163,7 @@ def fake_toolkit(home: Path, version: str) -> str:
 def test_nccl_is_refused_without_a_toolkit(no_cuda: TorchFacts) -> None:
     with pytest.raises(InstallError, match=r"no CUDA toolkit[^$]*install CUDA 13"):
         tool.choose_cuda("nccl", no_cuda)
-    assert "looked in" in str(tool.choose_cuda("auto", no_cuda))
+    assert "no CUDA toolkit in" in str(tool.choose_cuda("auto", no_cuda))
 
 
 def test_nccl_is_refused_with_a_toolkit_of_another_major_version(
@@ -358,7 +358,7 @@ def test_cpu_build_beside_gpus_says_so(no_cuda: TorchFacts, gpu: str, capsys: py
     facts = Facts(no_cuda, HorovodFacts(record=RECORD))
     assert tool._already_usable(tool.Options(gpu=gpu), facts)  # type: ignore[arg-type]
     *_, why, last = ["", *capsys.readouterr().out.splitlines()]
-    assert (gpu == "auto") == why.startswith("This Horovod is for CPUs only: looked in HOROVOD_CUDA_HOME")
+    assert (gpu == "auto") == why.startswith("This Horovod is for CPUs only: no CUDA toolkit in HOROVOD_CUDA_HOME")
     assert (gpu == "auto") == last.startswith("For GPUs type: python -m hvd_trainer install-horovod --gpu nccl")
 
 

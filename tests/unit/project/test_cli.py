@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ finally:
 
 @pytest.mark.parametrize("name", cli.MODULES)
 def test_help_of_a_command_needs_no_pytorch(name: str) -> None:
-    """That of five commands took 2.5 to 4 s, and all said `{None}|INT`."""
+    """That of five commands took 2.5 to 4 s, all said `{None}|INT`, and two broke lines as the source does."""
     ended = subprocess.run([sys.executable, "-c", HELP, name], capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 0, ended.stderr
     *lines, imported = ended.stdout.splitlines()
@@ -70,6 +71,10 @@ def test_help_of_a_command_needs_no_pytorch(name: str) -> None:
     assert lines[0].endswith(" -- JOB") == takes_job
     assert ("-np " in ended.stdout) == ("--np " in ended.stdout) == (takes_job or name == "migrate")
     assert not re.search(r"None\}|None,|default: \)", ended.stdout)
+    for line, following in pairwise(lines):
+        if continued := re.match(r"│ {4,}(\S+)", following):
+            fits = len(line.rstrip(" │")) + len(f" {continued[1]} │") <= len(line)
+            assert not fits or line.startswith("│ -"), line
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,12 @@ def test_make_without_a_compiler_names_it(tmp_path: Path) -> None:
     assert "apt-get install g++" in message
 
 
+def test_make_without_c_headers_names_them(tmp_path: Path) -> None:
+    """It was said by the installer of Horovod, after PyTorch had been downloaded."""
+    python = script(tmp_path / "python3", f"echo {tmp_path}")
+    assert "apt-get install python3-dev" in make_refuses(tmp_path, f"PYTHON={python}", CXX="c++")
+
+
 def test_ci_run_refuses_an_unknown_argument() -> None:
     done = subprocess.run([f"{ROOT}/.ci/run", "nightlly"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "ci: type .ci/run, or .ci/run nightly\n")
