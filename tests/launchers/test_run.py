@@ -460,6 +460,16 @@ def test_horovod_run(words: str, start: int, code: int, said: str, tmp_path: Pat
     assert ("ValueError: planted" in result.stderr) == (start < 0)
 
 
+@pytest.mark.parametrize("engine", [case("ddp"), case("horovod")])
+def test_horovod_run_calls_its_function_in_the_ranks_of_a_tool(engine: str, tmp_path: Path) -> None:
+    """Each of them started ranks of its own, of which the tool saw nothing."""
+    script = write_script(tmp_path / "caller.py", CALLER.format(words="np=2", start=7))
+    measured = Message(log_dir=str(tmp_path)).variables()
+    result = run("-np", 2, "--backend", engine, "--", script, env=measured)
+    api = "hvd_trainer.hvd" if engine == "ddp" else "horovod.torch"
+    assert sorted(result.stdout.split("\n")) == ["", f"[(12, 2, '{api}')]", f"[(7, 2, '{api}')]"]
+
+
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_mistake_in_the_script_is_told_once_as_python_tells_it(launcher: str, tmp_path: Path) -> None:
     """Each rank printed it, with the frames of this package."""
