@@ -798,12 +798,14 @@ def test_exit_code_of_the_script_is_that_of_the_command(script: Path) -> None:
     assert run("--np", 2, "--", script, "leave", check=False).returncode == 7
 
 
-def test_sigterm_ends_all_ranks(script: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_ends_all_ranks(number: signal.Signals, script: Path) -> None:
+    """In a terminal that was closed, the ranks were still there when the command had ended."""
     argv = ["-m", "hvd_trainer", "run", "--np", "2", "--", str(script), "hang"]
     with start("python", 1, argv) as job:
         job.wait_for_output("sum 3", count=2)
-        job.popen.send_signal(signal.SIGTERM)
-        assert job.wait().returncode == 128 + signal.SIGTERM
+        job.popen.send_signal(number)
+        assert job.wait().returncode == 128 + number
 
 
 STARTS_OTHERS = """
