@@ -19,8 +19,8 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import MutableMapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import ClassVar
 
 import torch
@@ -113,6 +113,7 @@ class Session:
         self.root_cause: RootCause | None = None
         self.stopping = self.has_trained = False
         self.ending = ""
+        self._num_calls, self._has_left = 0, False
         self._requested_devices = devices
         self._engine = Engine()
         self._store: dist.Store | None = None
@@ -167,6 +168,7 @@ class Session:
         # A second start in one process must not be taken for the end of the first.
         self.activity = Activity(self.options.startup_timeout_s)
         self.root_cause, self.stopping = None, False
+        self._num_calls, self._has_left = 0, False
         if self.driver is not None:
             self.driver.listen()
         interface = self.options.network_interface
@@ -297,6 +299,37 @@ class Session:
             self.monitor.finish_report()
         os._exit(128 + number)
 
+    @contextmanager
+    def common_call(self) -> Iterator[None]:
+        """Mark the block as one that all ranks execute. A rank that leaves it by an error may catch that.
+
+        Its next collectives would be taken for those that other ranks have begun inside, so they wait: at the
+        start of the next such block, and at the end of the session.
+        """
+        self._wait_until_everyone_left()
+        try:
+            yield
+        except BaseException as error:
+            self._leave_call(error)
+            raise
+        self._leave_call(None)
+
+    def _leave_call(self, error: BaseException | None) -> None:
+        if self.monitor is not None:
+            self._has_left = error is not None
+            self.monitor.report_left(self._num_calls, error)
+            self._num_calls += 1
+
+    def _wait_until_everyone_left(self) -> None:
+        """Return when all ranks have left the block that this one has left by an error.
+
+        If others wait in it, the monitor ends the job, and this process.
+        """
+        if self.monitor is not None and self._has_left:
+            with self.activity.waiting():
+                self.monitor.everyone_left.wait()
+        self._has_left = False
+
     def wait_for_others(self) -> None:
         """Return when all ranks have come to their end."""
         if self.monitor is not None:
@@ -324,6 +357,8 @@ class Session:
                 self._report(error)
             return
         try:
+            if error is None:
+                self._wait_until_everyone_left()
             if self.monitor is not None:
                 self.monitor.report_done(self.ending)
             self._engine.stop(wait=error is None)

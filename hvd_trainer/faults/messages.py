@@ -1,7 +1,7 @@
 """Messages between the monitors of rank 0 and of the other ranks, and the connections that they travel by.
 
-to rank 0       Alive, RankEnded, Stacks, Done
-from rank 0     Alive, StacksRequest, JobEnded, Bye
+to rank 0       Alive, RankEnded, Stacks, Left, Done
+from rank 0     Alive, StacksRequest, JobEnded, Left, Bye
 """
 
 from __future__ import annotations
@@ -67,6 +67,15 @@ class JobEnded(_Message):
     exit_in_s: float
 
 
+class Left(_Message):
+    """A rank has left a call that all ranks make, such as `fit`; from rank 0: all have, some by an error."""
+
+    number: int
+    """of the call, from 0"""
+    ended: RankEnded | None = None
+    """the error by which it has left, which its script may catch"""
+
+
 class Done(_Message):
     """A rank has come to its end, and waits for the others' or disconnects; rank 0 passes it on to all."""
 
@@ -81,7 +90,7 @@ class Bye(_Message):
     """All ranks are done, or rank 0 disconnects because the job is over."""
 
 
-Message = Alive | RankEnded | StacksRequest | Stacks | JobEnded | Done | Bye
+Message = Alive | RankEnded | StacksRequest | Stacks | JobEnded | Left | Done | Bye
 _decoder = msgspec.json.Decoder(Message)
 
 

@@ -24,7 +24,7 @@ from hvd_trainer.faults import collectives, failure_report, stack_dump
 from hvd_trainer.faults.activity import END, Activity
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, reporter
 from hvd_trainer.faults.local_ranks import LocalRanks
-from hvd_trainer.faults.messages import Channel, Done, Message, RankEnded, Stacks
+from hvd_trainer.faults.messages import Channel, Done, Left, Message, RankEnded, Stacks
 from hvd_trainer.faults.root_cause import Event, Heartbeat, RootCause, missing_in
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
@@ -75,6 +75,7 @@ class Monitor(ABC):
         terminated_at: when this process was asked to end by a signal, by `time.monotonic`.
         done: the ranks that have come to their end, in that order.
         everyone_is_done: set when all ranks have.
+        everyone_left: set when all ranks have left the call that this one has left by an error.
         has_reported_stall: whether one was reported after which the job continues.
         channels: to the monitors of other ranks, by rank.
         last_message: when each of these ranks has sent its last message, by `time.monotonic`.
@@ -87,7 +88,7 @@ class Monitor(ABC):
         self.cause: RootCause | None = None
         self.terminated_at: float | None = None
         self.done: dict[int, Done] = {}
-        self.everyone_is_done = threading.Event()
+        self.everyone_is_done, self.everyone_left = threading.Event(), threading.Event()
         self.channels: dict[int, Channel] = {}
         self.last_message: dict[int, float] = {}
         self.local_ranks = LocalRanks(self.world.rank, self.peers)
@@ -115,6 +116,12 @@ class Monitor(ABC):
         """Tell the other ranks that this one has come to its end, and how, if not after its last line."""
         self.activity.enter(END)
         self._post(Done(rank=self.world.rank, where=where))
+
+    def report_left(self, number: int, error: BaseException | None) -> None:
+        """Tell the other ranks that this one has left a call that all make, and by which error."""
+        self.everyone_left.clear()
+        ended = None if error is None else self._describe_error(error, may_be_caught=True)
+        self._post(Left(number=number, ended=ended))
 
     def report_error(self, error: BaseException) -> RootCause | None:
         """Tell the other ranks why this one fails; return the failure that ends the job, or None if unknown."""
@@ -145,7 +152,7 @@ class Monitor(ABC):
         self._posted.put(message)
         self._wake_sender.send(b"!")
 
-    def _describe_error(self, error: BaseException) -> RankEnded:
+    def _describe_error(self, error: BaseException, *, may_be_caught: bool = False) -> RankEnded:
         how: Literal["raised", "left", "interrupted"] = "raised"
         detail = ""
         text = "".join(traceback.format_exception_only(error)).strip()
@@ -155,7 +162,7 @@ class Monitor(ABC):
             how, text = "left", f"called sys.exit({error.code}), and other ranks have not come to their end"
         elif isinstance(error, UserError):
             text = first_line(error)
-        elif reporter.prints_tracebacks:
+        elif reporter.prints_tracebacks or may_be_caught:
             text, detail = "raised an exception", format_traceback(error, os.environ)
         event = Event(how, self.world.rank, _encodable(text), _encodable(detail), self.activity.in_collective)
         frames = [*traceback.walk_tb(error.__traceback__)]
@@ -247,6 +254,7 @@ class Monitor(ABC):
             logger.error("The monitor of the ranks has failed, and training continues without it.")
             self.disconnect()
             self.everyone_is_done.set()  # nobody would say so any more
+            self.everyone_left.set()
 
     def _loop(self) -> None:
         while True:

@@ -11,7 +11,17 @@ import torch.distributed as dist
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.faults import failure_report, stack_dump
 from hvd_trainer.faults.failure_report import STALL, Failure, describe_rank, reporter
-from hvd_trainer.faults.messages import Alive, Bye, Channel, Done, JobEnded, Message, RankEnded, StacksRequest
+from hvd_trainer.faults.messages import (
+    Alive,
+    Bye,
+    Channel,
+    Done,
+    JobEnded,
+    Left,
+    Message,
+    RankEnded,
+    StacksRequest,
+)
 from hvd_trainer.faults.monitor import (
     EXIT_GRACE_S,
     SETTLE_S,
@@ -74,6 +84,8 @@ class MonitorClient(Monitor):
                 if not self.activity.reports_only:
                     self.local_ranks.kill(self._silent)
                 self.end_job(cause, exit_in_s)
+            case Left():
+                self.everyone_left.set()
             case Done():
                 self.done[message.rank] = message
             case Bye():

@@ -21,6 +21,7 @@ from hvd_trainer.faults.messages import (
     Channel,
     Done,
     JobEnded,
+    Left,
     Message,
     RankEnded,
     Stacks,
@@ -91,6 +92,8 @@ class MonitorServer(Monitor):
         """the last ones of each rank that was asked, has failed in one, or is done"""
         self._lines: dict[int, str] = {}
         """of the user's own code where these ranks are"""
+        self._left: dict[int, dict[int, RankEnded | None]] = {}
+        """the ranks that have left a call which all make, and others not yet, with their errors"""
         self._overdue_s = 0.0
         """age of the oldest collective when it was last looked into"""
         self._closing_since: float | None = None
@@ -130,6 +133,14 @@ class MonitorServer(Monitor):
                 if len(self.done) == self.world.size:
                     self.broadcast(Bye())
                     self.everyone_is_done.set()
+            case Left(number=number, ended=ended):
+                left = self._left.setdefault(number, {})
+                left[rank] = ended
+                if len(left) == self.world.size:
+                    del self._left[number]
+                    if any(left.values()):
+                        self.broadcast(Left(number=number))
+                        self.everyone_left.set()
             case Stacks():
                 self._note(message)
             case RankEnded(event=event, calls=calls, line=line):
@@ -161,11 +172,31 @@ class MonitorServer(Monitor):
             self._judge_events(now)
         elif not self._closing:
             heartbeats = self._current_heartbeats(now)
+            if self._judge_left(heartbeats):
+                return
             stall = None if self.has_reported_stall else find_stall(heartbeats, self.activity.silence_limit_s)
             if stall is None and self._is_overdue(heartbeats):
                 stall = Stall((), "overdue")
             if stall is not None:
                 self._inquiry = self._inquire(stall, now)
+
+    def _judge_left(self, heartbeats: Mapping[int, Heartbeat]) -> bool:
+        """End the job if ranks have left a call by an error, and all others wait; return whether it ends.
+
+        What leaves `fit` on one rank alone may be caught there: that rank does not fail, and has no time limit.
+        """
+        for left in self._left.values():
+            errors = {ended.event: ended for ended in left.values() if ended is not None}
+            inside = [beat for rank, beat in heartbeats.items() if rank not in left]
+            if errors and all(beat.is_waiting and beat.seconds > LEAVING_S["left"] for beat in inside):
+                ended = errors[event := find_root_cause([*errors])]
+                self._calls[event.rank], self._lines[event.rank] = ended.calls, ended.line
+                self._heartbeats[event.rank] = ended.heartbeat or Heartbeat()
+                text = f"{event.text} (caught by its script, while all other ranks wait for this one)"
+                self._first_event = time.monotonic()
+                self._report_event(replace(event, text=text), is_caught=True)
+                return True
+        return False
 
     def _is_overdue(self, heartbeats: Mapping[int, Heartbeat]) -> bool:
         """Return whether a rank has just waited for as long as it may."""
@@ -201,16 +232,16 @@ class MonitorServer(Monitor):
         else:
             self._report_event(event)
 
-    def _report_event(self, event: Event) -> None:
+    def _report_event(self, event: Event, *, is_caught: bool = False) -> None:
         """End the job because of an event, and report it, unless another process does."""
         if self.was_terminated_before(self._first_event):
             self._end_all(RootCause(event.rank, event.text, reported=True), 0.0)
             return
         failure = self._failure(event)
-        reports = not reporter.parent_reports
+        reports = is_caught or not reporter.parent_reports
         if reports:
             reporter.report(failure.text())
-        exit_in_s = EXIT_GRACE_S if event.kind in ("raised", "left") else 0.2
+        exit_in_s = EXIT_GRACE_S if event.kind in ("raised", "left") and not is_caught else 0.2
         self._end_all(RootCause(failure.rank, failure.text(), reported=reports), exit_in_s)
 
     def _failure(self, event: Event) -> Failure:

@@ -23,7 +23,7 @@ from hvd_trainer.horovod_build.patch_set import PATCH_SET
 from hvd_trainer.horovod_build.self_test import prove
 from hvd_trainer.horovod_build.toolchain import CudaToolkit, find_cuda, find_mpi, nccl_for
 from hvd_trainer.horovod_build.wheel import build_wheel, cached_wheel, lock_wheels
-from hvd_trainer.measure.start import Start, exit_on_sigterm
+from hvd_trainer.measure.start import Start, exit_on_signals
 from hvd_trainer.utils.files import default_wheel_dir
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         InstallError: something that a user can mend.
     """
     options = read_words(Options, argv, program=INSTALL_HOROVOD)
-    with exit_on_sigterm():  # so that the compilers end with the installer
+    with exit_on_signals():  # so that the compilers end with the installer
         install(options)
     return 0
 

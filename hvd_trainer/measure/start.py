@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
+from types import FrameType, MappingProxyType
+from typing import NamedTuple, NoReturn
 
 import psutil
 
@@ -122,20 +122,34 @@ def end_processes(folder: Path) -> None:
 
 
 def find_processes(folder: Path) -> list[psutil.Process]:
-    """Return the living processes of a run in this folder."""
+    """Return the living processes of a run in this folder, or below it: of a tool that the run has started."""
     processes = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+            mark = process.environ().get(MARK)
+            if mark is not None and Path(mark).is_relative_to(folder) and process.status() != psutil.STATUS_ZOMBIE:
                 processes.append(process)
     return [process for process in processes if process.pid != os.getpid()]
 
 
 @contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit while the context is open, so that what was started is ended."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+def exit_on_signals() -> Iterator[None]:
+    """Turn SIGTERM, and SIGHUP of a terminal that is closed, into SystemExit, so that what was started is ended.
+
+    A further one has no effect then. Under `nohup` SIGHUP has none at all.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    caught = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        for other in caught:
+            signal.signal(other, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in caught:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in caught:
+            signal.signal(number, before[number])

@@ -10,6 +10,7 @@ A folder inside has such a marker, too. One with files and without a marker is s
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -19,11 +20,13 @@ from pathlib import Path
 from typing import IO
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.measure.start import end_processes, exit_on_sigterm
+from hvd_trainer.measure.start import end_processes, exit_on_signals
 from hvd_trainer.utils.files import find_file_in_the_way, find_unsafe_path, read_regular
 
 MARKER = ".hvd-trainer-folder"
 """The file that says whose folder it lies in."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says of a disk that is full."""
 MAX_BYTES = 1000
 """The longest marker that is read."""
 
@@ -35,7 +38,7 @@ def locked_folder(out: Path, tool: str) -> Iterator[Path]:
     A new or empty folder becomes the tool's. On exit, whatever runs in the folder is ended.
 
     Raises:
-        OptionError: it is not the tool's, another command is using it, or it cannot be written to.
+        OptionError: it is not the tool's, another command is using it, or it cannot be written to (any more).
     """
     folder = out.expanduser().resolve()
     try:
@@ -53,10 +56,14 @@ def locked_folder(out: Path, tool: str) -> Iterator[Path]:
                 f"--out {folder}: another one is using it. Wait for its end, or name another folder ({error})"
             ) from None
         _claim(marker, folder, tool)
-        with exit_on_sigterm():
+        with exit_on_signals():
             try:
                 clear(folder)
                 yield folder
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                raise OptionError(f"--out {folder} cannot be written to any more: {error}") from error
             finally:
                 clear(folder)
 

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,8 @@ class Trainer:
             collate=collate,
             batch_transform=batch_transform,
         )
-        return self._fit(inputs, self._named(name))
+        with self.backend.session.common_call():
+            return self._fit(inputs, self._named(name))
 
     def evaluate(
         self,
@@ -253,7 +255,8 @@ class Trainer:
             collate=collate,
             batch_transform=batch_transform,
         )
-        return evaluate(inputs, self.options, self.backend, self._run)
+        with nullcontext() if self._run else self.backend.session.common_call():
+            return evaluate(inputs, self.options, self.backend, self._run)
 
     def _named(self, name: str | None) -> TrainerOptions:
         """Return the options of a training, with its own log folder if it has a name.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from combinations import case, each_pair
 from launchers import OWN_FRAME, REPOSITORY, SUPPORT, in_ranks, requires, start
+from launchers import LaunchError as RanksError
 from torch import nn
 from trainings import options_of, signs
 
@@ -57,6 +60,49 @@ def train_and_fail_in_rank_1(backend: str) -> None:
 def test_run_raises_error_of_first_failed_rank(backend: str) -> None:
     with pytest.raises(LaunchError, match=r"rank 1 of 2 failed(.|\n)*ValueError: rank 1's own words"):
         hvd_trainer.run(train_and_fail_in_rank_1, num_processes=2, args=(backend,))
+
+
+def train_again_after_an_error(backend: str, failing: int | None, trains_again: bool) -> None:
+    with Trainer(options_of(backend, epochs=1)) as trainer:
+        model = nn.Linear(6, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        calls = itertools.count()
+
+        def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            if next(calls) == 1 and failing in (None, trainer.world.rank):
+                raise OSError("the disk of this rank")
+            return nn.functional.cross_entropy(outputs, targets)
+
+        with suppress(OSError):
+            trainer.fit(model, optimizer, loss, signs(512))
+        if trains_again:
+            trainer.fit(model, optimizer, loss, signs(512))
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "failing", "trains_again"),
+    [
+        case("ddp", 2, 1, True),
+        case("ddp", 3, 0, False),
+        case("horovod", 2, 0, True),
+        case("horovod", 3, 1, False),
+    ],
+)
+def test_rank_that_catches_its_own_error_is_named(
+    backend: str, size: int, failing: int, trains_again: bool
+) -> None:
+    """The others waited for ever, or took its next collective for theirs, by which Gloo ended one of them."""
+    with pytest.raises(RanksError) as ending:
+        in_ranks(size, train_again_after_an_error, backend, failing, trains_again)
+    assert str(ending.value).count("failure: ") == 1
+    assert f"failure: rank {failing} of {size} on" in str(ending.value)
+    assert "step 2, forward: raised an exception (caught by its script" in str(ending.value)
+    assert "OSError: the disk of this rank" in str(ending.value)
+
+
+@pytest.mark.parametrize(("backend", "size"), [case("ddp", 3), case("horovod", 2)])
+def test_ranks_that_catch_the_same_error_train_again(backend: str, size: int) -> None:
+    in_ranks(size, train_again_after_an_error, backend, None, True)
 
 
 def end_at_once() -> None:

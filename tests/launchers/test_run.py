@@ -459,6 +459,16 @@ def test_horovod_run(words: str, start: int, code: int, said: str, tmp_path: Pat
     assert ("ValueError: planted" in result.stderr) == (start < 0)
 
 
+@pytest.mark.parametrize("engine", [case("ddp"), case("horovod")])
+def test_horovod_run_calls_its_function_in_the_ranks_of_a_tool(engine: str, tmp_path: Path) -> None:
+    """Each of them started ranks of its own, of which the tool saw nothing."""
+    script = write_script(tmp_path / "caller.py", CALLER.format(words="np=2", start=7))
+    measured = Message(log_dir=str(tmp_path)).variables()
+    result = run("-np", 2, "--backend", engine, "--", script, env=measured)
+    api = "hvd_trainer.hvd" if engine == "ddp" else "horovod.torch"
+    assert sorted(result.stdout.split("\n")) == ["", f"[(12, 2, '{api}')]", f"[(7, 2, '{api}')]"]
+
+
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_mistake_in_the_script_is_told_once_as_python_tells_it(launcher: str, tmp_path: Path) -> None:
     """Each rank printed it, with the frames of this package."""
@@ -787,12 +797,14 @@ def test_exit_code_of_the_script_is_that_of_the_command(script: Path) -> None:
     assert run("--np", 2, "--", script, "leave", check=False).returncode == 7
 
 
-def test_sigterm_ends_all_ranks(script: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_ends_all_ranks(number: signal.Signals, script: Path) -> None:
+    """In a terminal that was closed, the ranks were still there when the command had ended."""
     argv = ["-m", "hvd_trainer", "run", "--np", "2", "--", str(script), "hang"]
     with start("python", 1, argv) as job:
         job.wait_for_output("sum 3", count=2)
-        job.popen.send_signal(signal.SIGTERM)
-        assert job.wait().returncode == 128 + signal.SIGTERM
+        job.popen.send_signal(number)
+        assert job.wait().returncode == 128 + number
 
 
 STARTS_OTHERS = """

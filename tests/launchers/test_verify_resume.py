@@ -158,15 +158,16 @@ def test_a_job_that_has_no_step_left_is_not_told_to_have_failed(
             assert verify(TRIAL, runner, kills=2, draw=random.Random(0)).failure == "exit code 1"
 
 
-def test_sigterm_ends_what_was_started(tmp_path: Path) -> None:
-    """Its ranks ran on, as they are in sessions of their own."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_ends_what_was_started(number: signal.Signals, tmp_path: Path) -> None:
+    """Its ranks ran on, as they are in sessions of their own: after SIGTERM, and in a terminal that was closed."""
     script = tmp_path / "train.py"
     script.write_text(f"import time\nopen({str(tmp_path / 'began')!r}, 'w')\ntime.sleep(600)\n")
     options = ["--np", "1", "--backend", "ddp", "--out", str(tmp_path / "out")]
     with start("python", 1, ["-m", "hvd_trainer", "verify-resume", *options, "--", str(script)]) as job:
         wait_for((tmp_path / "began").exists, lambda: job.report("the script was not started"))
-        job.popen.terminate()
-        assert job.wait().returncode == 128 + signal.SIGTERM
+        job.popen.send_signal(number)
+        assert job.wait().returncode == 128 + number
 
 
 def test_what_was_lost_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from functools import partial
 
 from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import first_line
-from hvd_trainer.measure.start import exit_on_sigterm
+from hvd_trainer.measure.start import exit_on_signals
 from hvd_trainer.tools.doctor import gpus, hosts, launchers, machine, network, software
 from hvd_trainer.tools.doctor.context import Context, Options, ending_programs
 from hvd_trainer.tools.doctor.findings import (
@@ -61,7 +61,7 @@ CHECKS: dict[str, Check] = {
 }
 
 
-@exit_on_sigterm()
+@exit_on_signals()
 def main(argv: Sequence[str]) -> int:
     """Run the checks and print their findings; return the exit code: 1 if one is an error, else 0.
 

@@ -38,7 +38,9 @@ def run_guarded(start_ranks: Callable[[], int]) -> int:
         _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
         return start_ranks() if os.getppid() == command else 128 + signal.SIGTERM
-    signal.signal(signal.SIGTERM, lambda number, _: os.kill(guard, number))
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ending) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(ending, lambda number, _: os.kill(guard, number))
     try:
         status = os.waitpid(guard, 0)[1]
     except KeyboardInterrupt:

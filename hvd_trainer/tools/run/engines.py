@@ -18,7 +18,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -77,6 +77,7 @@ def import_hooks(
         after["torch.multiprocessing.spawn"] = functools.partial(_wrap_spawn, script=script)
         after["hvd_trainer.hvd.common.basics"] = functools.partial(_attach_hvd, script=script)
     after["horovod.runner.gloo_run"] = _number_ranks
+    after["horovod.runner" if engine == "horovod" else PACKAGE] = _wrap_run
     if bucket_mb is not None:
         after["torch.nn.parallel.distributed"] = functools.partial(_set_buckets, bucket_mb=bucket_mb)
     if engine == "horovod" and not is_elastic(os.environ):
@@ -163,6 +164,24 @@ def _wrap_spawn(module: ModuleType, script: ScriptEngine) -> None:
         return original(*args, **kwargs)
 
     wrap("start_processes", start_processes, module)
+
+
+def _wrap_run(module: ModuleType) -> None:
+    """Let `horovod.run` call its function in the ranks that a tool has started, as `hvd_trainer.run` does."""
+
+    def run(
+        original: Callable[..., Any],
+        func: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *others: Any,
+        **options: Any,
+    ) -> Any:
+        if Message.read(os.environ) is None:
+            return original(func, args, kwargs, *others, **options)
+        return [func(*args, **(kwargs or {}))]
+
+    wrap("run", run, module)
 
 
 def _count_steps(module: ModuleType, script: ScriptEngine) -> None:

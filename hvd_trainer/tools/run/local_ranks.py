@@ -11,7 +11,7 @@ import psutil
 
 from hvd_trainer.faults.failure_report import GRACE_S
 from hvd_trainer.launch.launchers import without_ranks
-from hvd_trainer.measure.start import exit_on_sigterm
+from hvd_trainer.measure.start import exit_on_signals
 from hvd_trainer.rendezvous.store_client import local_store, rank_environment
 from hvd_trainer.tools.run.descendants import Orphans, end_processes
 from hvd_trainer.training.job import MESSAGE_GRACE_S, USER_ERROR
@@ -38,7 +38,7 @@ def run_ranks(command: Sequence[str], size: int, *, is_guard: bool = False) -> i
     Args:
         is_guard: whether this process is that of `run_guarded`, and so ends what the ranks have left, too.
     """
-    with exit_on_sigterm(), local_store() as endpoint:
+    with exit_on_signals(), local_store() as endpoint:
         ranks: list[psutil.Popen] = []
         server = {child.pid for child in psutil.Process().children()}
         orphans = None

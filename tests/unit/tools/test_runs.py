@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +127,28 @@ def test_ranks_with_unequal_steps_are_named(tmp_path: Path) -> None:
 
 
 def test_locked_folder_ends_what_a_killed_command_left(tmp_path: Path) -> None:
-    """A job lives on when its command is killed, and must not disturb the next one's."""
-    left = subprocess.Popen(["sleep", "60"], env={MARK: str(tmp_path)})
+    """A job lives on when its command is killed, and must not disturb the next one's.
+
+    So does that of another tool, which `migrate --prove` starts in a folder of its own.
+    """
+    left = [subprocess.Popen(["sleep", "60"], env={MARK: str(tmp_path / inner)}) for inner in ("", "parity")]
     with locked_folder(tmp_path, "compare") as folder:
         assert folder == tmp_path
-        assert left.wait(10) is not None
+        assert None not in [process.poll() for process in left]
+
+
+def fill_and_append(disk: Path) -> None:
+    with locked_folder(disk, "compare") as folder:
+        with suppress(OSError):
+            (folder / "filler").write_bytes(bytes(5 * 2**20))
+        append_run(folder, RunRecord({}, 0, "done", 1.0))
+
+
+def test_disk_that_fills_up_is_one_sentence(small_disk: Path) -> None:
+    """It was a traceback, where the record of a run or a page was written."""
+    expected = re.escape(f"--out {small_disk} cannot be written to any more: [Errno 28] No space left")
+    with pytest.raises(OptionError, match=expected):
+        fill_and_append(small_disk)
 
 
 def test_folders_inside_are_removed_only_if_they_are_the_tools(tmp_path: Path) -> None:
