@@ -51,6 +51,16 @@ def test_verdicts_compare_engines_in_each_variant() -> None:
     assert large.startswith("On 2 ranks with batch size 32, no difference between horovod and ddp is visible")
 
 
+def test_speed_up_is_over_one_rank_of_the_same_engine_and_values() -> None:
+    trials = trials_of(ranks="1,3", backends="horovod,ddp", batch_size="16,32")
+    alone = [trial for trial in trials if trial.ranks == 1]
+    made = compared(
+        trials, runs_of(trials, {t.label: 20.0 * n for n, t in enumerate(alone, 1)}), batch_size="16,32"
+    )
+    speed_ups = [made.figures[result.trial.key]["speed_up"] for result in made.results if result.trial.ranks == 3]
+    assert speed_ups == pytest.approx([100 / 20, 100 / 40, 100 / 60, 100 / 80])
+
+
 NOISE = (0.999, 1.0, 1.001, 1.0, 1.0)
 
 
