@@ -199,8 +199,8 @@ class Backend(Engine, ABC):
         self._check_model(model)
         self.session.has_trained = True
         model.to(self.device)
-        if self.options.sync_batch_norm:
-            convert_sync_batch_norm(model, self.collectives)
+        if exchange or self.options.sync_batch_norm:
+            convert_sync_batch_norm(model, self.collectives, every=self.options.sync_batch_norm)
         synchronize(self.collectives, model, optimizer)
         self.broadcast_module(model)
         self.set_parameter_names(model, optimizer)

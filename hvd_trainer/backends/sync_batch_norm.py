@@ -169,19 +169,23 @@ class SyncBatchNorm(BatchNorm):
             running.copy_(running.to(value.dtype).lerp_(value, momentum))
 
 
-def convert_sync_batch_norm(model: nn.Module, collectives: RankSum) -> None:
+def convert_sync_batch_norm(model: nn.Module, collectives: RankSum, *, every: bool = True) -> None:
     """Replace every batch norm inside `model`, in place; parameters and buffers stay the same objects.
+
+    Args:
+        every: False: only PyTorch's `SyncBatchNorm`, which refuses CPUs, and on Horovod leaves each rank its own
+            statistics.
 
     Raises:
         BackendError: the model itself is a batch norm, which cannot be replaced in place.
     """
-    if isinstance(model, BatchNorm):
+    converted = (nn.SyncBatchNorm, SyncBatchNorm)
+    kinds = BatchNorm if every and collectives.world.size > 1 else converted
+    if isinstance(model, BatchNorm if every else nn.SyncBatchNorm):
         raise BackendError("--sync-batch-norm: the model is itself a batch norm; put it into nn.Sequential.")
-    if collectives.world.size == 1:
-        return
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if isinstance(child, BatchNorm):
+            if isinstance(child, kinds):
                 new = SyncBatchNorm(
                     child.num_features, child.eps, child.momentum, child.affine, child.track_running_stats
                 )

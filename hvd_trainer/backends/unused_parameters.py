@@ -10,31 +10,34 @@ from torch.optim import Optimizer
 
 from hvd_trainer.errors import BackendError
 from hvd_trainer.utils.tensors import parameters_of
+from hvd_trainer.utils.text import plural
 
 
 def check_unused(parameter_names: Mapping[Tensor, str], optimizer: Optimizer) -> None:
-    """Raise BackendError if a trained parameter got no gradient in this step, or a frozen one got one.
+    """Raise BackendError if a parameter of the model got no gradient in this step, or a frozen one got one.
 
     Left alone, the engines differ: Horovod makes the gradient zero, so that weight decay and momentum still
     move the parameter, and DDP stops in the next forward with an error that names nothing. The gradient of a
     parameter that was frozen in the middle of a step would be that of one rank.
     """
     # A callback may have unfrozen those of other stages on this rank, too, where they have no contents.
-    wrong = [p for p in parameters_of(optimizer) if (p.grad is None) == p.requires_grad and not p.is_meta]
-    if not wrong:
-        return
-    frozen = next((p for p in wrong if p.grad is not None), None)
+    parameters = (p for p in parameters_of(optimizer) if not p.is_meta)
+    frozen = next((p for p in parameters if not (p.requires_grad or p.grad is None)), None)
     if frozen is not None:
         raise BackendError(
             f"{parameter_names.get(frozen, '?')} was frozen in the middle of a step, after it had got a gradient, "
             "which no rank has sent to the others. Freeze and unfreeze between steps, or before the first use in "
             "forward."
         )
-    names = ", ".join(parameter_names.get(p, "?") for p in wrong[:5])
+    # Those that the optimizer does not have, too: DDP waits for all that require a gradient.
+    wrong = [name for p, name in parameter_names.items() if p.requires_grad and p.grad is None and not p.is_meta]
+    if not wrong:
+        return
+    names = f"{', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''}"
     raise BackendError(
-        f"{len(wrong)} {'parameter' if len(wrong) == 1 else 'parameters'} got no gradient in this step "
-        f"({names}{', ...' if len(wrong) > 5 else ''}). Freeze them with requires_grad_(False); or, where "
-        f"other steps use them, add --find-unused-parameters, for which each rank needs the whole model."
+        f"{plural(len(wrong), 'parameter')} got no gradient in this step ({names}). Freeze them with "
+        "requires_grad_(False); or, where other steps use them, add --find-unused-parameters, for which each rank "
+        "needs the whole model."
     )
 
 

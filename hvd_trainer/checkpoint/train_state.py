@@ -299,6 +299,9 @@ class TrainState:
         self.model.load_state_dict(own | reader.load(extra), strict=False)
 
     def _load_optimizer(self, optimizer: Any, saved: Mapping[str, Any], reader: StateReader) -> None:
+        if "state" not in saved:  # of an optimizer around another, which tells its state in a way of its own
+            load_in_place(optimizer, reader.load(saved))
+            return
         pairs: list[tuple[AnyTensor, torch.Tensor]] = []
 
         def allocate(tensor: AnyTensor) -> torch.Tensor:

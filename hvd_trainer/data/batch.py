@@ -99,16 +99,28 @@ def samples_taken(batch: Batch, shards: int) -> int:
 def collated_samples(batch: Batch, given: int) -> int:
     """Return the samples in a batch that a `collate` made of `given`: fewer, if it has dropped some.
 
-    It has dropped some if the first tensors of inputs and targets have the same smaller length. Other lengths are
-    no
-    numbers of samples: those of packed tokens, or of sequences before samples, (T, N).
+    It has dropped some if the first tensors of inputs and targets have the same smaller length, or targets are a
+    shorter list of mappings, such as the boxes of each image. Other lengths are no numbers of samples: those of
+    packed tokens, of sequences before samples, (T, N), or of the tensors in lists with one for each sample.
     """
+    inputs, targets = batch
+    if isinstance(targets, list | tuple) and targets and all(isinstance(one, Mapping) for one in targets):
+        return min(len(targets), given)
     firsts = [next(tensors_in(part), None) for part in batch]
     if any(tensor is None or tensor.ndim == 0 for tensor in firsts):
         return given
     lengths = {tensor.shape[0] for tensor in firsts if tensor is not None}
     is_sequence_first = all(tensor.shape[1:2] == (given,) for tensor in firsts if tensor is not None)
-    return given if len(lengths) > 1 or is_sequence_first else min(*lengths, given)
+    are_lists = _is_list_of(inputs, given) and _is_list_of(targets, given)
+    return given if len(lengths) > 1 or is_sequence_first or are_lists else min(*lengths, given)
+
+
+def _is_list_of(part: Any, samples: int) -> bool:
+    """Return whether inputs or targets may be lists, also of several fields, with a value for each sample."""
+    if isinstance(part, Tensor):
+        return part.shape[:1] == (samples,)
+    parts = [*part.values()] if isinstance(part, Mapping) else part if isinstance(part, list | tuple) else []
+    return len(parts) == samples or any(_is_list_of(one, samples) for one in parts)
 
 
 def first_samples(batch: Any, count: int) -> Any:

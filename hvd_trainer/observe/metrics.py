@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,7 +87,7 @@ class Meter:
         if self._functions or self._objects:
             with torch.no_grad():
                 for name, metric in self._functions.items():
-                    value = metric(outputs, targets)
+                    value = _as_tensor(name, metric(outputs, targets))
                     row.are_means.append(value.dim() == 0)
                     # A metric may have computed on the host.
                     row.sums.append(accelerator.copy_to(_sum(name, value, samples, weight), loss.device))
@@ -217,6 +218,17 @@ def combine_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "samples": sum(state["samples"] for state in states),
         "objects": {name: merge_state([state["objects"][name] for state in states]) for name in first["objects"]},
     }
+
+
+def _as_tensor(name: str, value: Any) -> Tensor:
+    """Return what a metric has given; arrays and numbers, such as scikit-learn's, as a tensor on the host."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, int | float | np.ndarray | np.generic):
+        return torch.as_tensor(value, dtype=torch.float64)
+    raise OptionError(
+        f"The metric {name!r} gave a {type(value).__name__}: give a value per sample, or their mean."
+    )
 
 
 def _sum(name: str, value: Tensor, samples: int, weight: Tensor | None) -> Tensor:

@@ -43,9 +43,3 @@ def place_loss(loss: LossFunction, backend: Backend) -> None:
 def modules_of(model: nn.Module, loss: LossFunction) -> list[nn.Module]:
     """Return a model, and the loss if that is a module."""
     return [model, loss] if isinstance(loss, nn.Module) else [model]
-
-
-def set_training(model: nn.Module, loss: LossFunction, training: bool) -> None:
-    """Put a model, and a loss that is a module, into training or evaluation mode."""
-    for module in modules_of(model, loss):
-        module.train(training)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -29,6 +30,8 @@ def argument_mistakes(
     """
     if not isinstance(model, nn.Module):
         yield f"model= takes an nn.Module, and not {_kind(model)}"
+    elif lazy := next((name for name, one in model.named_parameters() if is_lazy(one)), None):
+        yield f"model= has {lazy}, whose shape its first call sets: call the model on a batch first, on all ranks"
     if isinstance(loss, type):
         yield f"loss= is the class {loss.__name__}: make one, {loss.__name__}()"
     elif not callable(loss):
@@ -55,6 +58,8 @@ def training_mistakes(model: Any, optimizer: Any, callbacks: Any) -> Iterator[st
         yield f"optimizer= takes one of torch.optim, and not {_kind(optimizer)}"
     elif hasattr(optimizer, "skip_synchronize"):
         yield "optimizer= is an hvd.DistributedOptimizer, and the engine averages gradients: give the one in it"
+    elif any(group.get("lr") is None for group in optimizer.param_groups):
+        yield f"optimizer= has no learning rate to scale, warm up and log: give {type(optimizer).__name__} lr="
     if not isinstance(callbacks, Iterable):
         yield f"callbacks= takes a list, and not {_kind(callbacks)}"
     for callback in callbacks if isinstance(callbacks, Sequence) else ():

@@ -13,7 +13,7 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.data import Batch, Loader
 from hvd_trainer.observe.metric_objects import MetricObject
 from hvd_trainer.observe.metrics import Meter, Metric
-from hvd_trainer.optim.loss_module import modules_of, set_training
+from hvd_trainer.optim.loss_module import modules_of
 from hvd_trainer.optim.step import EvaluationStep
 from hvd_trainer.parallel.placement import ModelPlacement
 from hvd_trainer.utils.rng import isolated_rng
@@ -59,7 +59,7 @@ class Evaluation:
         with unchanged(modules, backend.device):
             for module in modules:
                 backend.synchronize_buffers(module)
-            set_training(self._model, self._step.loss, False)
+                module.eval()
             meter = Meter(self._metrics, backend)
             for batch in between(self._placement.evaluation(self._loader)):
                 self._step.evaluate(batch, meter)

@@ -25,7 +25,7 @@ from hvd_trainer.observe.callback import Callback, Observer
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.observe.progress import Bar
 from hvd_trainer.observe.summary import epoch_line, evaluation_line, summary_line
-from hvd_trainer.optim.loss_module import modules_of, set_training
+from hvd_trainer.optim.loss_module import modules_of
 from hvd_trainer.optim.reproducible import computing
 from hvd_trainer.training.interrupts import Interrupts
 from hvd_trainer.training.run import TrainingRun
@@ -98,7 +98,7 @@ class TrainingLoop:
             The record of the epoch, and whether all of its batches were trained on.
         """
         run, progress = self._run, self._run.progress
-        set_training(run.model, run.loss, True)
+        run.model.train()  # and not the loss, which may have a teacher in evaluation mode
         run.backend.activity.enter("epoch")
         run.placement.follow_changes(run.step, run.trained)  # a checkpoint may have frozen or unfrozen layers
         meter = self._make_meter()

@@ -22,8 +22,15 @@ def load_in_place(optimizer: Optimizer, state: dict[str, Any]) -> None:
     Raises:
         ValueError: its groups are not those of the optimizer.
     """
-    groups, tensors = optimizer.param_groups, optimizer.state
+    within = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    before = [(part, part.param_groups, part.state) for part in (optimizer, *within)]
     optimizer.load_state_dict(state)
+    for part, groups, tensors in before:
+        _take_over(part, groups, tensors)
+
+
+def _take_over(optimizer: Optimizer, groups: list[Any], tensors: Any) -> None:
+    """Put what an optimizer has loaded into the groups and the state that it had, and give it these back."""
     loaded_groups, loaded_tensors = optimizer.param_groups, optimizer.state
     for current, loaded in zip(groups, loaded_groups, strict=True):
         # The optimizer has not moved its settings, such as a learning rate on a GPU, to where they were.

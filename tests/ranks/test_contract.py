@@ -317,16 +317,13 @@ def unused_parameter_is_named(backend: Backend) -> None:
     """Also on one rank, where Horovod trained what DDP refused."""
     if backend.name == "single":
         return  # as PyTorch by hand
-    model = TwoBranches()
-    prepared, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    backward(backend, prepared, 1.0)
-    try:
-        backend.step(optimizer)
-    except BackendError as error:
-        assert "right.weight" in str(error)
-        assert "--find-unused-parameters" in str(error)
-    else:
-        raise AssertionError("nothing was said about right.weight")
+    for is_updated in (True, False):  # what the optimizer does not have, DDP refused a step later, without a name
+        model = TwoBranches()
+        updated = (model if is_updated else model.left).parameters()
+        prepared, optimizer = backend.prepare(model, torch.optim.SGD(updated, lr=1.0))
+        backward(backend, prepared, 1.0)
+        with pytest.raises(BackendError, match=r"\(right.weight\).*--find-unused-parameters"):
+            backend.step(optimizer)
 
 
 @check(find_unused_parameters=True)
@@ -422,11 +419,21 @@ def channels_last_is_kept(backend: Backend) -> None:
 
 @check(sync_batch_norm=True)
 def batch_norm_sees_the_global_batch(backend: Backend) -> None:
+    sees_the_global_batch(backend, nn.BatchNorm1d)
+
+
+@check()
+def batch_norm_that_pytorch_has_converted_sees_it_too(backend: Backend) -> None:
+    """DDP refused it on CPUs, and on Horovod each rank had its own statistics."""
+    sees_the_global_batch(backend, nn.SyncBatchNorm)
+
+
+def sees_the_global_batch(backend: Backend, kind: type[nn.Module]) -> None:
     rank, size = backend.world.rank, backend.world.size
     torch.manual_seed(7)
     everything = torch.randn(4 * size, 3, 2, dtype=torch.float32)
     reference = nn.Sequential(nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(6, 1))
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(6, 1))
+    model = nn.Sequential(kind(3), nn.Flatten(), nn.Linear(6, 1))
     model.load_state_dict(reference.state_dict())
     prepared, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     reference.load_state_dict({k: v.cpu() for k, v in model.state_dict().items()})

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from launchers import in_ranks
@@ -156,11 +157,23 @@ def test_metric_collection_is_accepted_as_mapping(lone_backend: Backend) -> None
     assert set(measure_once(dict(collection), lone_backend)) == {"loss", "samples", "MulticlassAccuracy"}
 
 
+def test_metrics_give_numbers_and_arrays_as_well(lone_backend: Backend) -> None:
+    """As scikit-learn's do: they were an AttributeError."""
+    numbers = {
+        "float": lambda outputs, targets: 0.1,
+        "numpy": lambda outputs, targets: np.float32(0.5),
+        "array": lambda outputs, targets: accuracy(outputs, targets).numpy(),
+    }
+    figures = measure_once({"accuracy": accuracy, **numbers}, lone_backend)
+    assert [figures[name] for name in numbers] == pytest.approx([0.1, 0.5, figures["accuracy"]], rel=1e-15)
+
+
 @pytest.mark.parametrize(
     ("name", "metric", "words"),
     [
         ("loss", accuracy, "cannot be called 'loss'"),
         ("logits", lambda outputs, targets: outputs, "gave (41, 4) values for 41 samples"),
+        ("several", lambda outputs, targets: {"f1": 0.5}, "The metric 'several' gave a dict: give a value per"),
         ("table", torchmetrics.ConfusionMatrix(task="multiclass", num_classes=4), "a tensor of shape (4, 4)"),
         (
             "own",

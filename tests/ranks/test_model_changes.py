@@ -128,6 +128,21 @@ class LossWithScale(nn.Module):
         return ((outputs - targets) ** 2 * torch.exp(-self.scale) + self.scale).mean()
 
 
+class LossWithTeacher(nn.Module):
+    """Squares of the differences that frozen layers make of both, whose batch norm is in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.teacher = nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3)).requires_grad_(False).eval()
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return LOSS(self.teacher(outputs), self.teacher(targets))
+
+
+LOSSES = {"loss with parameters": LossWithScale, "loss with a teacher": LossWithTeacher}
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     """Return an optimizer that moves a parameter with a gradient of zeros, by momentum and weight decay."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.5, weight_decay=0.01)
@@ -140,7 +155,7 @@ def setup(name: str) -> dict[str, Any]:
         model = Converts()
     if name in ("unfrozen", "unfrozen after a step", "group added", "unfrozen, sharded optimizer"):
         model[0].requires_grad_(False)
-    loss: Any = LossWithScale() if name == "loss with parameters" else nn.functional.mse_loss
+    loss: Any = LOSSES[name]() if name in LOSSES else LOSS
     trained = [*model.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())]
     acts = {
         "unfrozen": After(unfreeze, epoch=1),
@@ -163,7 +178,7 @@ def setup(name: str) -> dict[str, Any]:
 NAMES = (
     *("unfrozen", "unfrozen, sharded optimizer", "unfrozen after a step", "frozen", "frozen in forward"),
     *("frozen after a step, accumulated", "group added", "group added, sharded optimizer", "to double"),
-    *("converted and back", "head replaced", "loss with parameters"),
+    *("converted and back", "head replaced", *LOSSES),
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bit_jobs import cycle, scheduled
+from bit_jobs import MOMENTUM, cycle, scheduled
 from combinations import case
 from launchers import in_ranks
 from torch import nn
@@ -138,6 +138,38 @@ def test_resume_after_the_last_step_of_an_epoch(backend: str, tmp_path: Path) ->
 def test_all_ranks_train_at_one_rate(backend: str) -> None:
     """Each rank gave the scheduler what it had computed itself."""
     assert in_ranks(3, follow_apart, backend) == [[0.5] * 6] * 3
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, with its groups, and a state dict of its own, as Lookahead's usual code."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+
+
+def around(backend: str, folder: str) -> list[str]:
+    """Train with an optimizer, and with one around it, undisturbed and in parts; return the weights of each."""
+    how = {"optimizer": lambda parameters: Around(MOMENTUM(parameters))}
+    train(backend, **CYCLE(**how, log_dir=folder, max_steps=3))
+    jobs = [CYCLE(), CYCLE(**how), CYCLE(**how, log_dir=folder, resume="auto")]
+    return [train(backend, **job).weights for job in jobs]
+
+
+@pytest.mark.parametrize(("backend", "size"), [case("single", 1), case("ddp", 3), case("horovod", 3)])
+def test_optimizer_around_another_follows_the_schedule(backend: str, size: int, tmp_path: Path) -> None:
+    """The one within kept the rate of the start, and no checkpoint could be resumed."""
+    weights = {digest for rank in in_ranks(size, around, backend, str(tmp_path)) for digest in rank}
+    assert len(weights) == 1
 
 
 def begin_cycle(backend: str, folder: str) -> list[float]:

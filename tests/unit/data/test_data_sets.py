@@ -326,7 +326,22 @@ def test_loader_processes_of_a_fork_server_have_pytorch(tmp_path: Path) -> None:
         ((5, 8), (5,), 5),  # dropped, and texts as long as the batch
         ((8, 3), (5,), 8),  # such as one target per box
         ((0, 3), (0,), 0),
+        ([(3, 4), (3, 5)] * 4, [(3,), (2,)] * 4, 8),  # images of three colours
+        (([(3, 4), (3, 5)] * 4, (3,)), [(3,)] * 8, 8),
+        ([(3, 4)] * 5, [{"boxes": (3, 4)}] * 5, 5),  # with boxes of each, three dropped
+        ([(5, 3), (5,)], (5,), 5),  # two fields
+        (((9, 8), (8,)), ((40,), (8,)), 8),  # two fields each, sequences before samples
+        (((40,), (8,)), ((40,), (8,)), 8),
     ],
 )
 def test_samples_that_a_collate_has_left(inputs: Any, targets: Any, samples: int) -> None:
-    assert collated_samples((torch.zeros(inputs), torch.zeros(targets)), 8) == samples
+    """The lists of images were counted as three samples."""
+    assert collated_samples((zeros(inputs), zeros(targets)), 8) == samples
+
+
+def zeros(shapes: Any) -> Any:
+    """Return tensors for nested shapes."""
+    if isinstance(shapes, dict):
+        return {name: zeros(shape) for name, shape in shapes.items()}
+    is_shape = isinstance(shapes, tuple) and all(isinstance(size, int) for size in shapes)
+    return torch.zeros(shapes) if is_shape else [zeros(shape) for shape in shapes]

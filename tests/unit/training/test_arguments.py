@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from trainings import options_of, signs
 
 from hvd_trainer import Callback, OptionError, Trainer, hvd
@@ -21,7 +22,9 @@ ARRAYS = torch.zeros(4, 6), torch.zeros(4)
     ("changed", "error"),
     [
         ({"model": lambda inputs: inputs}, "model= takes an nn.Module, and not a function"),
+        ({"model": nn.LazyLinear(2)}, "model= has weight, whose shape its first call sets: call the model"),
         ({"optimizer": iter([])}, "optimizer= takes one of torch.optim, and not a list_iterator"),
+        ({"optimizer": Optimizer([torch.zeros(1)], {"lr": None})}, "optimizer= has no learning rate .* lr="),
         ({"loss": nn.CrossEntropyLoss}, r"loss= is the class CrossEntropyLoss: make one, CrossEntropyLoss\(\)"),
         ({"loss": "mse"}, "loss= takes a function of outputs and targets, and not a str"),
         ({"train_data": ARRAYS}, r"train_data= is a tuple of 2 arrays: say TensorData\(inputs, targets\)"),
