@@ -57,14 +57,22 @@ def as_pair(batch: Any) -> Batch:
     )
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor in nested tuples, lists and mappings to a device; lists become tuples."""
+def to_device(batch: Any, device: torch.device, *, tensors_only: bool = False) -> Any:
+    """Move every tensor in nested tuples, lists and mappings to a device; lists become tuples.
+
+    Args:
+        tensors_only: leave objects that move themselves, such as a PackedSequence or a graph, where they are.
+    """
     if isinstance(batch, Tensor):
         return accelerator.copy_to(batch, device)
     if isinstance(batch, Mapping):
-        return _with_values(batch, {key: to_device(value, device) for key, value in batch.items()})
+        return _with_values(
+            batch, {key: to_device(value, device, tensors_only=tensors_only) for key, value in batch.items()}
+        )
+    if callable(getattr(batch, "to", None)):
+        return batch if tensors_only else batch.to(device)
     if isinstance(batch, list | tuple):
-        values = [to_device(value, device) for value in batch]
+        values = [to_device(value, device, tensors_only=tensors_only) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
     return batch
 

@@ -52,7 +52,7 @@ class Transfer:
     def _start(self, batch: T, stream: torch.Stream) -> tuple[T, accelerator.Point]:
         """Start to copy a batch on a stream; return the copy and the point of its arrival."""
         with accelerator.on_stream(stream):
-            moved = to_device(batch, self._device)
+            moved = to_device(batch, self._device, tensors_only=True)
             return moved, accelerator.Point(self._device)
 
     def _finish(self, moved: T, arrival: accelerator.Point) -> T:
@@ -60,5 +60,8 @@ class Transfer:
         arrival.block()
         current = torch.accelerator.current_stream(self._device)
         for tensor in tensors_in(moved):
-            tensor.record_stream(current)
-        return moved
+            if not accelerator.is_host(tensor.device):
+                tensor.record_stream(current)
+        # Objects on the stream that uses them: which memory they have, to keep it, is not known.
+        whole: T = to_device(moved, self._device)
+        return whole

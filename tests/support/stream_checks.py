@@ -180,6 +180,10 @@ def copies_overlap() -> tuple[int, None]:
     assert not copied.query()
     held.reach()
     assert total.item() == 0.0
+    # Of lengths that stay on the host, and from pageable memory.
+    texts = torch.nn.utils.rnn.pack_sequence([torch.full((length, 9), 2.0) for length in (3, 1)])
+    [(packed,)] = Transfer(gpu).move([(texts,)])
+    assert (packed.data.device, packed.data.unique().tolist(), packed.batch_sizes.is_cpu) == (gpu, [2.0], True)
     return rank(), None
 
 

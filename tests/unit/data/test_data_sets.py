@@ -11,6 +11,7 @@ from collections import UserDict
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import data_checks
@@ -184,6 +185,15 @@ def test_inputs_may_be_mappings_that_are_no_dictionaries() -> None:
     part, moved = first_samples((inputs, torch.zeros(3)), 2)[0], to_device((inputs, 1), torch.device("meta"))[0]
     assert type(part) is type(moved) is UserDict, "a model may ask for its attributes"
     assert (len(part["x"]), moved["x"].is_meta, len(inputs["x"])) == (2, True, 3)
+
+
+def test_objects_move_their_own_tensors() -> None:
+    """A PackedSequence was made again with lengths that were moved, which PyTorch refuses; a graph stayed."""
+    packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)])
+    graph = SimpleNamespace(to=lambda device: f"on {device}")
+    moved, graphs = to_device((packed, {"graphs": [graph]}), torch.device("meta"))
+    assert (moved.data.is_meta, moved.batch_sizes.is_cpu) == (True, True)
+    assert graphs == {"graphs": ("on meta",)}
 
 
 class Shifted(data_checks.TensorData):
