@@ -114,7 +114,7 @@ class WrappedModels:
         weakref.finalize(owner, wrapped.drop).atexit = False
 
     def _count_step(self, every: int) -> None:
-        if self._steps and self._steps % every == 0 and self._script.is_in_charge:
+        if self._steps and self._steps % every == 0:
             # A rank may be one comparison ahead of the others, not more: they wait for each other in each step.
             self._compare(f"after step {self._steps}", place=str(self._steps // every % 2))
         self._steps += 1
@@ -131,7 +131,7 @@ class WrappedModels:
             place: in the store, which earlier comparisons may have used.
         """
         session = self._script.session
-        if session is None:
+        if session is None or not self._script.is_in_charge:  # but a fork, such as a process of a loader that ends
             return
         store, rank = session.store, session.world.rank
         for number, wrapped in enumerate(self._wrapped):
