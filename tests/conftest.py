@@ -59,6 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts a job in the background lets it ignore Ctrl-C, and a program inherits that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # And nohup lets it ignore the end of its terminal: this process goes on doing so, what it starts does not.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
     # A run inside a test of another run carries that one's mark in front.
     outer = os.environ.get(process_tree.MARK, "")
     os.environ[process_tree.MARK] = f"{outer}/pytest-{secrets.token_hex(8)}".lstrip("/")
