@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts a job in the background lets it ignore Ctrl-C, and a program inherits that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # And nohup lets it ignore the end of its terminal: this process goes on doing so, what it starts does not.
+    # Under nohup SIGHUP is ignored, and a program inherits that; a handler that does nothing is not inherited.
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
     # A run inside a test of another run carries that one's mark in front.

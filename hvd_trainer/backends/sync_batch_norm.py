@@ -182,7 +182,9 @@ def convert_sync_batch_norm(model: nn.Module, collectives: RankSum, *, every: bo
     converted = (nn.SyncBatchNorm, SyncBatchNorm)
     kinds = BatchNorm if every and collectives.world.size > 1 else converted
     if isinstance(model, BatchNorm if every else nn.SyncBatchNorm):
-        raise BackendError("--sync-batch-norm: the model is itself a batch norm; put it into nn.Sequential.")
+        raise BackendError(
+            "the model is itself a batch norm, which cannot be synchronized in place: put it into nn.Sequential."
+        )
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, kinds):

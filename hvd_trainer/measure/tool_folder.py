@@ -26,7 +26,7 @@ from hvd_trainer.utils.files import find_file_in_the_way, find_unsafe_path, read
 MARKER = ".hvd-trainer-folder"
 """The file that says whose folder it lies in."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What the system says of a disk that is full."""
+"""Error codes of a full disk, and of a quota that is used up."""
 MAX_BYTES = 1000
 """The longest marker that is read."""
 
@@ -63,7 +63,9 @@ def locked_folder(out: Path, tool: str) -> Iterator[Path]:
             except OSError as error:
                 if error.errno not in FULL:
                     raise
-                raise OptionError(f"--out {folder} cannot be written to any more: {error}") from error
+                raise OptionError(
+                    f"--out {folder} cannot be written to any more: {error}. Free space, or name another folder"
+                ) from error
             finally:
                 clear(folder)
 

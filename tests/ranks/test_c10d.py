@@ -336,7 +336,7 @@ def without_handles() -> Any:
         return [part.tolist() for part in parts], column.tolist()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_barrier_waits_for_operations_whose_handles_nobody_keeps(size: int) -> None:
     """Results that are copied into their place stayed zeros: vector-quantize-pytorch gathers its samples so."""
     expected = [[float(number)] * 2 for number in range(size)], [size - 1.0] * 4

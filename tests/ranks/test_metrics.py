@@ -158,7 +158,7 @@ def test_metric_collection_is_accepted_as_mapping(lone_backend: Backend) -> None
 
 
 def test_metrics_give_numbers_and_arrays_as_well(lone_backend: Backend) -> None:
-    """As scikit-learn's do: they were an AttributeError."""
+    """Functions of scikit-learn return such, which ended in an AttributeError."""
     numbers = {
         "float": lambda outputs, targets: 0.1,
         "numpy": lambda outputs, targets: np.float32(0.5),
